@@ -55,10 +55,6 @@ class Job:
         return self.memory(self.name)
 
 
-def _no_check(plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-    """Nothing is needed beside the model."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measure:
     """A measure of `rope-patch eval`.
@@ -94,5 +90,5 @@ class Measure:
     parts: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     least: Callable[[int | None], int] = lambda window: 0
-    check: Callable[["EvalPlan", PreTrainedTokenizerBase, list[str]], None] = _no_check
+    check: Callable[["EvalPlan", PreTrainedTokenizerBase, list[str]], None] = lambda plan, tokenizer, texts: None
     check_model: Callable[[nn.Module], None] | None = None

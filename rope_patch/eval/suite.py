@@ -129,14 +129,9 @@ class EvalPlan:
         for check in dict.fromkeys(measure.check for measure in self.chosen):
             check(self, tokenizer, texts)
 
-    def check_model(self, model: nn.Module) -> None:
-        """Raise what a measure would raise for a model, with its weights or without, that it cannot measure."""
-        for check in self.model_checks:
-            check(model)
-
     @property
     def model_checks(self) -> list[Callable[[nn.Module], None]]:
-        """Of the measures that cannot measure every model."""
+        """Each raises for a model, with its weights or without, that one of the measures cannot measure."""
         return list(dict.fromkeys(m.check_model for m in self.chosen if m.check_model is not None))
 
     def too_short(self, window: int | None) -> dict[str, int]:
@@ -212,7 +207,8 @@ def run_suite(
     for label, load in baseline_first(models).items():
         tell(f"{label}:")
         model = load()
-        plan.check_model(model)
+        for check in plan.model_checks:
+            check(model)
         if window is None:
             window = Subject(model).trained_window
             plan.check_rows(window)

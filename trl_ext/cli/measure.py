@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -74,7 +75,7 @@ def _add_measures(parser: argparse.ArgumentParser) -> None:
     hints = get_type_hints(EvalPlan)
     for option in options_of(EvalPlan):
         if option.name not in _NO_FLAG:
-            meaning = option.meaning.replace("%", "%%")
+            meaning = option.meaning.rstrip(".").replace("%", "%%")
             parser.add_argument(f"--{option.name.replace('_', '-')}", help=meaning, **_argument(hints[option.name]))
 
 
@@ -152,8 +153,7 @@ def _eval(args: argparse.Namespace) -> int:
     if plan.window is None:
         plan = replace(plan, window=first.trained_window())
     plan = _without_too_long(plan, named=any(_given(args, flag) for flag in _by_flag()))
-    if plan.model_checks:
-        _check_models(plan, specs)
+    _check_models(plan, specs)
     if not plan.lengths:
         plan = _with_lengths(plan, tokenizer)
     results = run_suite(
@@ -224,9 +224,9 @@ def _of_revisions(specs: list[ModelSpec], named: Sequence[str]) -> list[ModelSpe
 
 def _check_models(plan: "EvalPlan", specs: list[ModelSpec]) -> None:
     """Raise for a model what a measure would raise, before those in front of it are measured."""
-    for spec in specs:
+    for check, spec in product(plan.model_checks, specs):
         try:
-            plan.check_model(spec.twin())
+            check(spec.twin())
         except ValueError as error:
             raise ValueError(f"--model {spec.label}: {error}") from error
 
