@@ -19,7 +19,7 @@ from .generation import PREFILL_CHUNK
 from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores, task_index
 from .measure import Job, Measure
 from .progress import token_bar
-from .result import Pairs, Result
+from .result import Result
 from .text import numbered_json_lines, read_json_lines
 
 if TYPE_CHECKING:
@@ -81,13 +81,6 @@ class LmEval(Result):
             }
             for name, parts in self.parts.items()
             for part, accuracy in {**parts, "all": self.accuracy[name]}.items()
-        ]
-
-    def pairs(self, first: Self, window: int | None) -> list[Pairs]:
-        return [
-            Pairs(scores, self.scores[name], "samples", task=name)
-            for name, scores in first.scores.items()
-            if name in self.scores
         ]
 
     @classmethod

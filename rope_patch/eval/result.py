@@ -40,10 +40,10 @@ class Pairs:
 class Result(ABC):
     """One measurement of one model; a dataclass of JSON values in every subclass.
 
-    `figure` and `readings` take several, label -> result, so that models can be put side by side in one picture. Of two
-    fields, where a subclass has them, others know: `window`, positions that figures within and beyond are told by; and
-    `replies`, what the model wrote to some prompts, as {question, expected, reply, score} with length, task or wording,
-    which the report shows.
+    `figure` and `readings` take several, label -> result, so that models can be put side by side in one picture. Three
+    fields mean the same in every subclass that has them: `window`, positions that figures within and beyond are told
+    by; `scores`, task -> score of each sample; and `replies`, what the model wrote to some prompts, as {question,
+    expected, reply, score} with length, task or wording, which the report shows.
     """
 
     title: ClassVar[str]
@@ -56,13 +56,14 @@ class Result(ABC):
         return self
 
     def pairs(self, first: Self, window: int | None) -> list[Pairs]:
-        """What this result is compared by with `first`, that of another model, where scores of single prompts are kept.
+        """What this result is compared by with `first`, that of another model; none where no single scores are kept.
 
         Args:
             first: of the model that this one is compared with.
             window: positions by which losses are split; None if it is not known.
         """
-        return []
+        both = [getattr(result, "scores", {}) for result in (first, self)]
+        return [Pairs(both[0][task], both[1][task], "samples", task=task) for task in both[0] if task in both[1]]
 
     def beside(self, first: Self) -> dict[str, float]:
         """Headline figures that hold for this result and `first`, that of another model, together."""

@@ -36,17 +36,7 @@ Ask = Callable[[Sequence[Question], Callable[[int], None]], tuple[list[Reply], s
 
 
 def passkey(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    lengths: Sequence[int],
-    *,
-    depths: Sequence[float] = DEPTHS,
-    trials: int = 2,
-    batch_size: int | None = None,
-    seed: int = 0,
-    chat_template: ChatTemplate = "auto",
-    wordings: Sequence[int] = ALL_WORDINGS,
-    progress: bool = True,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], **options: Any
 ) -> RetrievalGrid:
     """Repeat a five-digit key that stands somewhere in repeated filler sentences, as the model writes it.
 
@@ -54,31 +44,11 @@ def passkey(
         model: a causal LM.
         tokenizer: of the model.
         lengths: tokens of prompt and reply together.
-        depths: places of the key.
-        trials: prompts a cell.
-        batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
-        seed: of the keys.
-        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
-            there is one. Lengths include it.
-        wordings: numbers of the phrasings in `rope_patch.eval.wordings` that prompts take in turn.
-        progress: whether to show a bar over tokens.
+        **options: depths, trials, batch_size, seed, chat_template, wordings and progress, as `retrieval` takes them.
 
     Source: Mohtashami and Jaggi, Landmark Attention, 2023; used by PoSE, LongLoRA and PosAug.
     """
-    return retrieval(
-        model,
-        tokenizer,
-        (),
-        lengths,
-        kinds=("passkey",),
-        depths=depths,
-        trials=trials,
-        batch_size=batch_size,
-        seed=seed,
-        chat_template=chat_template,
-        wordings=wordings,
-        progress=progress,
-    )["passkey"]
+    return retrieval(model, tokenizer, (), lengths, kinds=("passkey",), **options)["passkey"]
 
 
 def niah(
@@ -88,14 +58,7 @@ def niah(
     lengths: Sequence[int],
     *,
     kind: Kind = "single",
-    depths: Sequence[float] = DEPTHS,
-    trials: int = 2,
-    n_needles: int = 4,
-    batch_size: int | None = None,
-    seed: int = 0,
-    chat_template: ChatTemplate = "auto",
-    wordings: Sequence[int] = ALL_WORDINGS,
-    progress: bool = True,
+    **options: Any,
 ) -> RetrievalGrid:
     """Needle in a haystack over lengths and depths, in the user's own text, as the model writes its answers.
 
@@ -105,37 +68,12 @@ def niah(
         text: haystack; documents are joined.
         lengths: tokens of prompt and reply together, so nothing is ever truncated.
         kind: "single", "multikey", "multivalue", "multiquery" or "ordinal", as in `rope_patch.eval.needles`.
-        depths: places of one needle asked for; others are drawn.
-        trials: prompts a cell.
-        n_needles: sentences hidden, for all kinds but "single".
-        batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
-        seed: of keys, values and places.
-        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
-            there is one. Lengths include it.
-        wordings: numbers of the phrasings in `rope_patch.eval.wordings` that prompts take in turn.
-        progress: whether to show a bar over tokens.
-
-    Raises:
-        ValueError: an unknown kind, depths outside [0, 1], or too little text.
+        **options: n_needles and those of `passkey`, as `retrieval` takes them.
 
     Source: Kamradt's needle in a haystack; RULER, arXiv:2404.06654 (multi-key, -value, -query); RPSD,
     arXiv:2604.14339 (ordinal).
     """
-    return retrieval(
-        model,
-        tokenizer,
-        text,
-        lengths,
-        kinds=(kind,),
-        depths=depths,
-        trials=trials,
-        n_needles=n_needles,
-        batch_size=batch_size,
-        seed=seed,
-        chat_template=chat_template,
-        wordings=wordings,
-        progress=progress,
-    )[kind]
+    return retrieval(model, tokenizer, text, lengths, kinds=(kind,), **options)[kind]
 
 
 def retrieval(
@@ -167,13 +105,14 @@ def retrieval(
         text: haystack of all kinds but "passkey"; documents are joined.
         lengths: tokens of prompt and reply together.
         kinds: of needles, as in `rope_patch.eval.needles`.
-        depths: places of one needle asked for.
+        depths: places of one needle asked for, 0 the start of the text and 1 its end; others are drawn.
         trials: prompts a cell.
         n_needles: sentences hidden, for all kinds but "passkey" and "single".
         batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
         seed: of keys, values and places.
-        chat_template: "on", "off", or "auto", as in `niah`.
-        wordings: numbers of the phrasings that prompts take in turn.
+        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
+            there is one. Lengths include it.
+        wordings: numbers of the phrasings in `rope_patch.eval.wordings` that prompts take in turn.
         progress: whether to show a bar over tokens.
         remember: of a kind, what keeps each of its lengths as soon as it is done.
         ask: answers questions in place of `ask_greedily`, and says something about it in a sentence, or "".

@@ -14,7 +14,7 @@ from .cache import Remember, afresh
 from .comparisons import recovery_ratio
 from .harness import evaluate, local_task, require_lm_eval, sample_scores
 from .measure import Job, Measure
-from .result import Pairs, Result
+from .result import Result
 from .text import numbered_json_lines
 
 if TYPE_CHECKING:
@@ -147,13 +147,6 @@ class ShortText(Result):
 
     def beside(self, first: Self) -> dict[str, float]:
         return {"recovery ratio, short text (%)": recovery_ratio(self.accuracy, first.accuracy)} if first.mean else {}
-
-    def pairs(self, first: Self, window: int | None) -> list[Pairs]:
-        return [
-            Pairs(scores, self.scores[name], "samples", task=name)
-            for name, scores in first.scores.items()
-            if name in self.scores
-        ]
 
     @classmethod
     def figure(cls, results: Mapping[str, Self]) -> "Figure":

@@ -95,8 +95,6 @@ def test_pairs_that_differ_alike_leave_room_for_others(n, alike):
             others = (end - alike) / (bound - alike)
             assert (1 - others) ** n == pytest.approx(0.025)
     assert paired_interval([alike] * n) == (alike, alike)  # losses have no bounds
-    with pytest.raises(ValueError, match="within bounds=\\(-1.0, 1.0\\), got 0.0 to 1.5"):
-        paired_interval([0.0, 1.5], bounds=(-1.0, 1.0))
 
 
 def test_students_t_is_that_of_the_tables():
@@ -112,8 +110,6 @@ def test_mcnemar_counts_the_ways_that_are_at_least_as_uneven(b, c):
     uneven = sum(math.comb(n, k) for k in range(n + 1) if abs(2 * k - n) >= abs(b - c))
     assert mcnemar(first, second) == pytest.approx(float(Fraction(uneven, 2**n)), rel=1e-12)
     assert mcnemar(first, second) == mcnemar(second, first)
-    with pytest.raises(ValueError, match="must hold 0 and 1 for the same prompts"):
-        mcnemar([0.5], [1.0])
 
 
 def test_cells_below_and_above_are_told_with_their_figures():
