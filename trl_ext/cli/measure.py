@@ -359,20 +359,16 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
 
 
 def _without_too_long(plan: "EvalPlan", *, named: bool) -> "EvalPlan":
-    """The plan without what nobody asked for by name and rows of its length are too short for, which is told.
+    """The plan without measures that rows of its length are too short for and that no flag of their own named."""
+    from rope_patch.eval import MEASURES
 
-    Args:
-        plan: what is measured.
-        named: whether measures were named. One that runs by the flag of another was not.
-    """
-    too_short = plan.too_short(plan.window)
-    left_out = [
-        measure.name
-        for measure in plan.chosen
-        if measure.name in too_short and len(plan.measures) > 1 and not (named and measure.help)
-    ]
-    for name in left_out:
-        print(f"{name} is left out: it needs rows of {too_short[name]} tokens, and --length is {plan.length}.")
+    left_out = {
+        name: least
+        for name, least in plan.too_short(plan.window).items()
+        if len(plan.measures) > 1 and not (named and MEASURES[name].help)
+    }
+    for name, least in left_out.items():
+        print(f"{name} is left out: it needs rows of {least} tokens, and --length is {plan.length}.")
     return replace(plan, measures=tuple(name for name in plan.measures if name not in left_out))
 
 
