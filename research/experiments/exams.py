@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rope_patch.generation.subject import Subject
+from rope_patch.eval.measures.subject import Subject
 from rope_patch.prompts.needles import make_prompt
 
 Kind = Literal["multikey", "ordinal"]

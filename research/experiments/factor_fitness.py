@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from factor_space import Rescale
 from keeping_questions import Asked, ids_of, keyed
 from rope_patch import patch_model, unpatch_model
-from rope_patch.generation.subject import Subject
+from rope_patch.eval.measures.subject import Subject
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from evidence_rows import EvidenceRow, closing_tokens, evidence_rows
 from harness import autocast
 from rope_patch import rope_view
 from rope_patch.base.draws import DrawKey
+from rope_patch.eval.measures.subject import Subject
 from rope_patch.generation.decoding import end_tokens
 from rope_patch.generation.sampling import sampled_tokens
-from rope_patch.generation.subject import Subject
 from rope_patch.views import View
 
 NEW_TOKENS = 16  # of an answer, at most

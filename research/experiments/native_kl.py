@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.generation.subject import Subject
+from rope_patch.eval.measures.subject import Subject
 
 Batch = tuple[list[int], torch.Tensor]
 LOGITS = 2**28  # that are held at once, at most, but for losses of one long text: 1 GiB in float32

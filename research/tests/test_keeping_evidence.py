@@ -17,7 +17,7 @@ import keeping_evidence
 from evidence_rows import evidence_rows
 from keeping_arms import arms
 from rope_patch import patch_model
-from rope_patch.generation.subject import Subject
+from rope_patch.eval.measures.subject import Subject
 from rope_patch.views import Mix, PoSE, Standard
 
 LENGTH, WINDOW, TARGET = 600, 700, 5600

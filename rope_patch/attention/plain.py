@@ -17,7 +17,13 @@ from torch.nn.attention.bias import causal_lower_right
 
 from rope_kernels.common.autocast import as_multiplied, multiplied_dtype
 
-from ..base.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from ..families.attention_calls import (
+    AttentionCall,
+    attention_kernel,
+    attention_name,
+    sliding_window,
+    watched_attention,
+)
 from ..forward.cache_arguments import cache_argument, returned_cache
 from ..forward.state import has_view
 from ..rope.rotary import find_base_model, find_decoder, forget_rows

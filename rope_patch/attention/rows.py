@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.attention_calls import AttentionCall, attention_kernel, sliding_window, watched_attention
+from ..families.attention_calls import AttentionCall, attention_kernel, sliding_window, watched_attention
 from ..families.capabilities import keeps_from_attention
 from ..families.local_layers import other_layer_types
 from ..forward.cache_arguments import cache_of

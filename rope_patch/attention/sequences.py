@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.attention_calls import AttentionCall
+from ..families.attention_calls import AttentionCall
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
 from ..base.validators import require_integer
+from ..families.attention_calls import (
+    AttentionCall,
+    attention_kernel,
+    attention_name,
+    sliding_window,
+    watched_attention,
+)
 from ..families.capabilities import has_sinks, keeps_from_attention
 from ..families.local_layers import other_layer_types
 from ..forward.cache_arguments import cache_of

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.attention_calls import AttentionCall, attention_name, sliding_window, watched_attention
 from ..base.validators import require_integer
+from ..families.attention_calls import AttentionCall, attention_name, sliding_window, watched_attention
 from ..families.capabilities import keeps_from_attention, why_not_relative
 from ..forward.cache_arguments import cache_of, tokens_in
 from ..forward.state import has_view

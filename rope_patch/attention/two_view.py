@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..base.attention_calls import AttentionCall, attention_kernel, sliding_window
+from ..families.attention_calls import AttentionCall, attention_kernel, sliding_window
 from ..layout.two_view import TwoViewLayout
 from .masks import additive_mask, block_mask
 from .prefix import prefix_attention

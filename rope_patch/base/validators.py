@@ -1,4 +1,4 @@
-"""One check for numbers that a user gives: True is no number, neither is nan, and infinity is none that can be used."""
+"""Checks of numbers that a user gives: True is no number, neither is nan, and infinity is none that can be used."""
 
 import math
 from typing import Any
@@ -24,7 +24,10 @@ def require_number(
     raise ValueError(f"{name} must be a number {allowed}{end}, got {value!r}.")
 
 
-def require_integer(name: str, value: Any, *, least: int) -> None:
-    """Raise ValueError unless `value` is an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+def require_integer(name: str, value: Any, *, least: float = -math.inf, most: float = math.inf) -> None:
+    """Raise ValueError unless `value` is an int in [least, most]."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return
+    bounds = [f"at least {least}"] * (least > -math.inf) + [f"at most {most}"] * (most < math.inf)
+    allowed = f" of {' and '.join(bounds)}" if bounds else ""
+    raise ValueError(f"{name} must be an integer{allowed}, got {value!r}.")

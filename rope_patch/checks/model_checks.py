@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention.rounding import differs_by_rounding, inputs_rounded_otherwise
-from ..base.attention_calls import attention_name, watched_attention
+from ..families.attention_calls import attention_name, watched_attention
 from ..forward.cache_arguments import cache_argument, returned_cache
 from ..layout.labelled import Labelled
 from ..losses import TAPE, CopiedTeacher, RelationDistiller, RelationTargets, SelfDistiller, ViewConsistency, ViewTape

@@ -6,6 +6,7 @@ Import from this package; no other room of `rope_patch` does.
 from ..prompts.text import read_texts, standard_library_files, text_rows
 from .measures.answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
 from .measures.attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
+from .measures.base import Job, Measure
 from .measures.comparisons import in_distribution_penalty, recovery_ratio
 from .measures.context_gain import ContextGain, context_gain
 from .measures.lm_eval_tasks import LmEval, lm_eval_tasks
@@ -15,11 +16,10 @@ from .measures.retrieval import niah, passkey, retrieval
 from .measures.retrieval_grid import RetrievalGrid
 from .measures.ruler import Ruler, ruler
 from .measures.short_text import ShortText, short_text
-from .measures.view_kl import ViewKL, view_kl
 from .regressions import Cell, Regressions, regressions
 from .report import write_report
 from .results.paired import mcnemar, paired_interval
-from .results.result import Result
+from .results.result import Pairs, Result
 from .suite import MEASURES, EvalPlan, run_suite
 
 __all__ = [
@@ -30,8 +30,11 @@ __all__ = [
     "ContextGain",
     "EntropyRatio",
     "EvalPlan",
+    "Job",
     "LmEval",
     "LossByPosition",
+    "Measure",
+    "Pairs",
     "ProbeResult",
     "Regressions",
     "Result",

@@ -1,23 +1,17 @@
 """What a model lost and won beside another one, cell by cell, beyond noise."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from statistics import fmean, median
 from typing import Any, Literal
 
-from .loss_intervals import interval_over_blocks, interval_over_rows
 from .measures.comparisons import baseline_first
-from .measures.lm_eval_tasks import LmEval
-from .measures.loss_by_position import BLOCK, LossByPosition
-from .measures.retrieval_grid import RetrievalGrid
-from .measures.ruler import Ruler
-from .measures.short_text import ShortText
+from .measures.loss_by_position import ONE_ROW
 from .results.json_values import json_values
 from .results.paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, mean_difference, paired_interval
-from .results.result import Result
+from .results.result import Pairs, Result
 
-_ONE_ROW = f"blocks of {BLOCK} tokens of one row"
 _TOLD = 3  # scores that the verdict names of those lost or won
 
 
@@ -82,7 +76,7 @@ class Cell:
     @property
     def is_of_one_text(self) -> bool:
         """Whether it is a loss on one row: what is won or lost in it may be another in other texts."""
-        return self.unit == _ONE_ROW
+        return self.unit == ONE_ROW
 
     @property
     def is_finite(self) -> bool:
@@ -200,92 +194,32 @@ class Regressions:
 def regressions(results: Mapping[str, Mapping[str, Result]], *, window: int | None = None) -> Regressions:
     """Compare each model with the one named "native", or else the first, in each measure and at each length.
 
-    Retrieval, RULER, short text and lm-eval's tasks are compared prompt by prompt, losses row by row, since the tokens
-    of one text are no independent pairs. Where there is one row, its blocks of 64 tokens are compared, the interval
-    takes account of how alike neighbours are, and the verdict says that it is of this text alone. Spans of positions go
-    from a sixteenth of the window on in powers of two. Other measures, and results that keep no scores of single
-    prompts, are left out.
+    Results are compared by their `pairs`: retrieval, RULER, short text and lm-eval's tasks prompt by prompt, losses row
+    by row. Where losses are of one row, the verdict says that it is of this text alone. Other measures are left out,
+    and so are results that keep no scores of single prompts.
 
     Args:
         results: measure -> label -> result, as `run_suite` returns it.
-        window: positions; None means that of the first loss by position.
+        window: positions; None means that of the first result that knows one.
 
     Raises:
         ValueError: two models were asked different prompts or read different rows.
     """
     labels: list[str] = []
     cells: list[Cell] = []
-    curves = [r for by_label in results.values() for r in by_label.values() if isinstance(r, LossByPosition)]
-    window = window or next((curve.window for curve in curves if curve.window), None)
+    windows = [getattr(result, "window", None) for by_label in results.values() for result in by_label.values()]
+    window = window or next(filter(None, windows), None)
     for measure, by_label in results.items():
         ordered = baseline_first(by_label)
         labels += [label for label in ordered if label not in labels]
-        pairs = list(ordered.items())
-        for label, result in pairs[1:]:
-            cells += _compared(measure, label, pairs[0][1], result, window)
+        for label, result in list(ordered.items())[1:]:
+            for pairs in result.pairs(next(iter(ordered.values())), window):
+                if not pairs.same:
+                    raise ValueError(f"{label} was given other {pairs.unit} of {measure}: nothing can be paired.")
+                if len(pairs.first) > 1:  # one pair says nothing
+                    cells.append(_cell(label, measure, pairs))
     order = list(baseline_first(dict.fromkeys(labels)))
     return Regressions(order[0] if order else "", order[1:], cells, window)
-
-
-def _compared(measure: str, label: str, first: Result, second: Result, window: int | None) -> list[Cell]:
-    if isinstance(first, RetrievalGrid) and isinstance(second, RetrievalGrid):
-        return _retrieval(measure, label, first, second)
-    if isinstance(first, LossByPosition) and isinstance(second, LossByPosition):
-        return _losses(measure, label, first, second, window)
-    if isinstance(first, Ruler) and isinstance(second, Ruler):
-        return [
-            cell
-            for task in first.prompt_scores
-            for n, a, b in _both(first.lengths, first.prompt_scores, second.lengths, second.prompt_scores, task)
-            for cell in _cell(label, f"{measure} {task}", n, f"{task} at {n}", a, b, "prompts")
-        ]
-    if isinstance(first, ShortText | LmEval) and isinstance(second, ShortText | LmEval):
-        return [
-            cell
-            for name, scores in first.scores.items()
-            if name in second.scores
-            for cell in _cell(label, f"{measure} {name}", None, name, scores, second.scores[name], "samples")
-        ]
-    return []
-
-
-def _both(
-    n_first: list[int], first: dict[str, list[list[float]]], n_second: list[int], second: dict[str, Any], task: str
-) -> list[tuple[int, list[float], list[float]]]:
-    other = dict(zip(n_second, second.get(task, []), strict=False))
-    return [(n, scores, other[n]) for n, scores in zip(n_first, first[task], strict=False) if n in other]
-
-
-def _retrieval(measure: str, label: str, first: RetrievalGrid, second: RetrievalGrid) -> list[Cell]:
-    cells: list[Cell] = []
-    for n in first.lengths:
-        if n in second.lengths:
-            hashes = [grid.prompt_hashes[grid.lengths.index(n)] for grid in (first, second) if grid.prompt_hashes]
-            if len(set(hashes)) > 1:
-                raise ValueError(f"{label} was asked other {measure} prompts of {n} tokens: nothing can be paired.")
-            cells += _cell(label, measure, n, f"{measure} at {n}", first.at(n), second.at(n), "prompts")
-    return cells
-
-
-def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosition, window: int | None) -> list[Cell]:
-    if not first.blocks or not second.blocks:
-        return []
-    if first.rows_hash != second.rows_hash:
-        raise ValueError(f"{label} read other rows: nothing can be paired.")
-    cells: list[Cell] = []
-    end_of_all = len(first.blocks[0])
-    edges = _edges(window, end_of_all)
-    # the same text twice, whose losses are alike to the last bit, would count as two texts that agree
-    rows = list(dict.fromkeys((tuple(a), tuple(b)) for a, b in zip(first.blocks, second.blocks, strict=True)))
-    for start, end in zip(edges, edges[1:], strict=False):
-        before, after = ([row[start:end] for row in of_model] for of_model in zip(*rows, strict=True))
-        name = f"loss {BLOCK * start}..{BLOCK * end - 1}"
-        if len(before) == 1:
-            cells += _cell(label, measure, BLOCK * end, name, before[0], after[0], _ONE_ROW, interval_over_blocks)
-        else:
-            means = [[fmean(row) for row in rows] for rows in (before, after)]
-            cells += _cell(label, measure, BLOCK * end, name, means[0], means[1], "rows", interval_over_rows)
-    return cells
 
 
 def _unseen(cells: Sequence[Cell], unit: str) -> list[str]:
@@ -313,55 +247,31 @@ def _counted(n: int, thing: str) -> str:
     return f"{n} {thing}{'s' * (n != 1)}"
 
 
-def _edges(window: int | None, n_blocks: int) -> list[int]:
-    """Ends of the spans, in blocks: the first block is left out, as in all means of losses."""
-    if window is None:
-        return [1, n_blocks] if n_blocks > 1 else []
-    inner = [window >> k for k in range(4, -1, -1)]
-    outer = [window << k for k in range(1, 30)]
-    edges = sorted({1, n_blocks, *(e // BLOCK for e in [*inner, *outer] if BLOCK < e < BLOCK * n_blocks)})
-    return [e for e in edges if 1 <= e <= n_blocks] if n_blocks > 1 else []
-
-
-def _cell(
-    label: str,
-    measure: str,
-    length: int | None,
-    name: str,
-    first: Sequence[float],
-    second: Sequence[float],
-    unit: str,
-    interval_of_losses: Callable[[Sequence[float]], tuple[float, float]] | None = None,
-) -> list[Cell]:
-    """The cell; none where there are too few pairs to say anything. Losses come with their interval."""
-    if len(first) < 2:
-        return []
+def _cell(label: str, measure: str, pairs: Pairs) -> Cell:
+    first, second = pairs.first, pairs.second
     differences = [b - a for a, b in zip(first, second, strict=True)]
-    if interval_of_losses is None:
+    right_or_wrong = pairs.interval is None and {*first, *second} <= {0, 1}
+    if pairs.interval is None:
         are_shares = all(0 <= score <= 1 for score in (*first, *second))
         low, high = paired_interval(differences, bounds=(-1.0, 1.0) if are_shares else None)
-        right_or_wrong = {*first, *second} <= {0, 1}
     else:
-        low, high = interval_of_losses(differences)
-        right_or_wrong = False
+        low, high = pairs.interval(differences)
     mean = fmean(first)
-    return [
-        Cell(
-            label,
-            measure,
-            length,
-            name,
-            mean,
-            mean + mean_difference(first, second) if isfinite(mean) else fmean(second),
-            low,
-            high,
-            len(first),
-            unit,
-            mcnemar(first, second) if right_or_wrong else None,
-            sum(d != 0 for d in differences),
-            interval_of_losses is None,
-        )
-    ]
+    return Cell(
+        label,
+        f"{measure} {pairs.task}".rstrip(),
+        pairs.length,
+        pairs.name or (pairs.task or measure) + ("" if pairs.length is None else f" at {pairs.length}"),
+        mean,
+        mean + mean_difference(first, second) if isfinite(mean) else fmean(second),
+        low,
+        high,
+        len(first),
+        pairs.unit,
+        mcnemar(first, second) if right_or_wrong else None,
+        sum(d != 0 for d in differences),
+        pairs.interval is None,
+    )
 
 
 def _listed(cells: Sequence[Cell]) -> str:

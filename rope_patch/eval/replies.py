@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-from .measures.lm_eval_tasks import LmEval
-from .measures.retrieval_grid import RetrievalGrid
-from .measures.ruler import Ruler
 from .regressions import Regressions
 from .results.result import Result
 
@@ -52,11 +49,7 @@ def _asked(results: Mapping[str, Mapping[str, Result]]) -> dict[tuple[str, int |
     """(measure, length) -> its prompts with the answers of all models; each cell begins with another wording."""
     cells: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
     for measure, by_label in results.items():
-        kept = {
-            label: result.replies
-            for label, result in by_label.items()
-            if isinstance(result, RetrievalGrid | Ruler | LmEval)
-        }
+        kept = {label: getattr(result, "replies", []) for label, result in by_label.items()}
         by_cell: dict[tuple[str, int | None], list[dict[str, dict[str, Any]]]] = {}
         for k, replies in enumerate(zip(*kept.values(), strict=False)):
             asked = replies[0]

@@ -14,10 +14,7 @@ import torch
 
 from ..base.environment import device_name, installed_versions
 from ..prompts.wordings import N_WORDINGS
-from .measures.comparisons import baseline_first, in_distribution_penalty, over_one_window, recovery_ratio
-from .measures.loss_by_position import LossByPosition
-from .measures.retrieval_grid import RetrievalGrid
-from .measures.short_text import ShortText
+from .measures.comparisons import baseline_first
 from .regressions import Cell, regressions
 from .replies import shown_replies
 from .results.figures import drawn_label, require_matplotlib, save_figure
@@ -74,7 +71,7 @@ def write_report(
         sections.append(
             {
                 "name": name,
-                "title": f"{kind.title}: {name}" if kind is RetrievalGrid else kind.title,
+                "title": kind.title.format(measure=name),
                 "reading": kind.readings(by_label),
                 "picture": base64.b64encode(svg.read_bytes()).decode(),
                 "files": [f"figures/{png.name}", f"figures/{svg.name}", f"tables/{name}.csv"],
@@ -154,32 +151,23 @@ def require_writable(folder: str | Path) -> None:
 
 def _comparable(results: Results) -> Results:
     """The same, the model that others are compared with in front, all losses told over its window."""
-    results = {name: baseline_first(by_label) for name, by_label in results.items()}
-    curves = {
-        name: {k: r for k, r in by_label.items() if isinstance(r, LossByPosition)} for name, by_label in results.items()
-    }
-    return {name: {**by_label, **over_one_window(curves[name])} for name, by_label in results.items()}
+    comparable: Results = {}
+    for name, by_label in results.items():
+        ordered = baseline_first(by_label)
+        window = next((getattr(result, "window", None) for result in ordered.values()), None)
+        comparable[name] = {label: result.over_window(window) for label, result in ordered.items()}
+    return comparable
 
 
 def summary(results: Results) -> list[dict[str, Any]]:
     """One row a headline figure: {figure, values}, values by label, with what compares a model with the first one."""
     rows: dict[str, dict[str, float]] = {}
     for by_label in _comparable(results).values():
-        first = next(iter(by_label.values()), None)
         for label, result in by_label.items():
-            for figure, value in {**result.headline(), **_compared(result, first)}.items():
+            first = next(iter(by_label.values()))
+            for figure, value in {**result.headline(), **({} if result is first else result.beside(first))}.items():
                 rows.setdefault(figure, {})[label] = value
     return [{"figure": figure, "values": values} for figure, values in rows.items()]
-
-
-def _compared(result: Result, first: Result | None) -> dict[str, float]:
-    if result is first or first is None:
-        return {}
-    if isinstance(result, LossByPosition) and isinstance(first, LossByPosition) and first.window:
-        return {"in-distribution penalty (%)": in_distribution_penalty(result, first)}
-    if isinstance(result, ShortText) and isinstance(first, ShortText) and first.mean:
-        return {"recovery ratio, short text (%)": recovery_ratio(result.accuracy, first.accuracy)}
-    return {}
 
 
 def _cell_row(cell: Cell) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from ..describe import describe
 from ..generation.decoding import end_tokens
 from ..generation.generation import ask_greedily, bytes_per_token
 from ..generation.reading import Question, Reply, free_bytes
-from ..generation.subject import Subject
 from ..rope.rotary import find_causal_lm, picks_by_row
 from .measures.retrieval import Ask
+from .measures.subject import Subject
 
 CHECKED = 4
 """Questions of each call that our own reader answers too."""

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..base.attention_calls import attention_kernel, attention_name
 from ..rope.layerwise import hands_embeddings
 from ..rope.rotary import (
     find_causal_lm,
@@ -22,6 +21,7 @@ from ..rope.rotary import (
     text_modules,
 )
 from ..views.base import TRUE_POSITIONS
+from .attention_calls import attention_kernel, attention_name
 from .local_layers import LocalLayers, other_layer_types, why_no_layers
 from .table import family_of
 

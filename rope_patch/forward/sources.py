@@ -2,6 +2,7 @@
 
 import torch
 
+from ..base.validators import require_integer
 from ..layout.documents import Documents, locate_documents
 from ..views.base import View
 from .cached_draws import draws_of, why_other_indices, why_other_view
@@ -13,6 +14,7 @@ class ViewSource:
     """A view in force with its clock; gives each forward its RoPE indices."""
 
     def __init__(self, view: View, seed: int) -> None:
+        require_integer("seed", seed)
         self.view = view
         self.clock = DrawClock(seed)
         self.last: BoundView | None = None  # of the last forward that drew: for logging

@@ -12,12 +12,12 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerB
 
 from rope_kernels.common.autocast import multiplied_dtype
 
-from ..base.attention_calls import attention_kernel, attention_name
+from ..families.attention_calls import attention_kernel, attention_name
 from ..forward.state import has_view
 from ..rope.rotary import find_decoder, forget_rows, frequencies_go_by_row, named_rotary_modules
+from .inference import InferenceModel
 from .reading import Question, Reader, Reply
 from .rows_check import bytes_if_alike
-from .subject import Subject
 
 # queries read at once on a CPU, or by a model's own `generate`: a longer chunk gains no speed
 PREFILL_CHUNK = 8192
@@ -122,7 +122,7 @@ def ask_greedily(
         prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
         done: called with the number of prompts that have been read, as they are.
     """
-    subject = Subject(model)
+    subject = InferenceModel(model)
     with subject.evaluating():
         kv_bytes = bytes_per_token(subject.causal_lm)
         if kv_bytes is None:
@@ -132,12 +132,12 @@ def ask_greedily(
 
 def times_read(model: nn.Module) -> int:
     """How often `ask_greedily` has the model read a prompt with a right answer."""
-    subject = Subject(model)
+    subject = InferenceModel(model)
     with subject.evaluating():
         return 2 if bytes_per_token(subject.causal_lm) is None else 1
 
 
-def _forced(subject: Subject, question: Question) -> list[int]:
+def _forced(subject: InferenceModel, question: Question) -> list[int]:
     """The model's choice at each token of the right answer, by one forward over prompt and answer."""
     n = len(question.answer)
     if not n:
@@ -180,7 +180,7 @@ def _reads_whole_prompts(causal_lm: Any) -> bool:
 
 
 def _generated(
-    subject: Subject,
+    subject: InferenceModel,
     pad_token: int | None,
     questions: Sequence[Question],
     batch_size: int | None,

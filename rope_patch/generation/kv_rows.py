@@ -18,7 +18,7 @@ from rope_kernels.common.autocast import as_multiplied
 
 from ..attention.masks import finished_mask
 from ..attention.plain import Windows, require_plain
-from ..base.attention_calls import AttentionCall, sliding_window, watched_attention
+from ..families.attention_calls import AttentionCall, sliding_window, watched_attention
 from ..forward.cache_arguments import cache_argument
 from ..rope.rotary import frequencies_kept
 

@@ -9,8 +9,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from .decoding import Sampling, decode, up_to_end
 from .generation import bare_generation_config, bytes_per_token
+from .inference import InferenceModel
 from .kv_rows import KVRows
-from .subject import Subject
 
 _TOGETHER = 8192  # tokens of prompts that are read in one forward
 
@@ -45,7 +45,7 @@ def sampled_tokens(
     Returns:
         The new tokens of each prompt, up to the first of `ends`, which is included.
     """
-    subject = Subject(model)
+    subject = InferenceModel(model)
     with subject.evaluating():
         if bytes_per_token(subject.causal_lm) is None:
             config = GenerationConfig(
@@ -85,7 +85,11 @@ def _logits_behind(rows: KVRows, prompts: Sequence[Sequence[int]], device: torch
 
 
 def _by_generate(
-    subject: Subject, prompts: Sequence[Sequence[int]], config: GenerationConfig, seed: int, each_step: "_EachStep"
+    subject: InferenceModel,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    seed: int,
+    each_step: "_EachStep",
 ) -> list[list[int]]:
     """New tokens by the model's own `generate`, in one batch; anything may stand behind the end of a text."""
     causal_lm, device, longest = subject.causal_lm, subject.device, max(map(len, prompts))

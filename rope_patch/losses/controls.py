@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from ..attention.masks import additive_mask
-from ..base.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window
 from ..base.validators import require_number
+from ..families.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window
 from ..layout.labelled import Labelled
 from .forward_loss import Arguments, DecoderCall
 from .passes import PairedStates, Pairing, Passes, ViewTape

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..adapters.watch import adapter_configs
-from ..base.attention_calls import AttentionCall, watched_attention
+from ..families.attention_calls import AttentionCall, watched_attention
 from ..families.capabilities import why_unreachable
 from ..forward.state import state_of
 from ..layout.shards import SequenceShard

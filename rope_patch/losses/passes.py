@@ -11,7 +11,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..attention.two_view import TwoViewAttention, copy_granule
-from ..base.attention_calls import AttentionCall
+from ..families.attention_calls import AttentionCall
 from ..forward.drawn_view import Batch, BoundIndex
 from ..forward.sources import TableSource, ViewSource
 from ..forward.state import RopeState

@@ -12,8 +12,8 @@ from torch import nn
 from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
 from rope_kernels.common.autocast import as_multiplied
 
-from ..base.attention_calls import AttentionCall
-from ..base.validators import require_number
+from ..base.validators import require_integer, require_number
+from ..families.attention_calls import AttentionCall
 from ..families.capabilities import why_no_losses, why_no_relations
 from ..rope.rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
@@ -40,8 +40,7 @@ class LogitKL:
     def __post_init__(self) -> None:
         require_number("weight", self.weight, least=0)
         require_number("temperature", self.temperature)
-        if type(self.last) is not int or self.last < 1:
-            raise ValueError(f"last must be a number of tokens of at least 1, got {self.last!r}.")
+        require_integer("last", self.last, least=1)
 
     def chosen(self, document: torch.Tensor) -> torch.Tensor:
         """Which tokens count, bool [batch, n], from the document of each, int64 [batch, n], -1 on padding."""

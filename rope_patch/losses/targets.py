@@ -48,6 +48,8 @@ class RelationTargets:
     def __post_init__(self) -> None:
         for name in ("q", "k", "v", "attention"):
             require_number(f"the weight of {name!r}", getattr(self, name), least=0)
+        if not isinstance(self.strip_attention_factor, bool):
+            raise ValueError(f"strip_attention_factor must be True or False, got {self.strip_attention_factor!r}.")
         if not self.weights:
             raise ValueError("all weights of q, k, v and attention are 0: there is nothing to distil.")
         for name, allowed in (("rope", Rope), ("denominator", Denominator), ("divergence", Divergence)):

@@ -204,8 +204,6 @@ def _hidden(kind: Kind, n_needles: int, rng: random.Random, wording: int) -> _Hi
         key = str(rng.randint(10000, 99999))
         return _Hidden([PASSKEY_WORDINGS[wording].needle.format(key=key)], [""], [key], 0, False)
     n = 1 if kind == "single" else n_needles
-    if kind != "single" and n < 2:
-        raise ValueError(f"{kind!r} needs n_needles >= 2, got {n_needles}.")
     if kind == "ordinal" and n > len(_ORDINALS):
         raise ValueError(f"'ordinal' needs n_needles <= {len(_ORDINALS)}, got {n_needles}.")
     one_key = kind in ("multivalue", "ordinal")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..base.registry import RESCALINGS as RESCALINGS
-from ..base.validators import require_number
+from ..base.validators import require_integer, require_number
 from ..views.base import MAX_INDEX
 
 
@@ -103,26 +103,17 @@ def require_factor(owner: Rescaling, factor: Any) -> None:
     require_number(f"rescaling {owner.name!r}: factor ({twice}target window / trained window)", factor, least=1)
 
 
-def require_positive(owner: Rescaling, **values: float | None) -> None:
-    """Raise unless every value is None or a finite number above 0."""
+def require_numbers(owner: Rescaling, *, above: float = 0.0, **values: float | None) -> None:
+    """Raise unless every value is None or a finite number above `above`."""
     for name, value in values.items():
         if value is not None:
-            require_number(f"rescaling {owner.name!r}: {name}", value)
-
-
-def require_base(owner: Rescaling, name: str, base: float | None) -> None:
-    """Raise unless `base` is None or a finite number above 1, of which frequencies B^(-2j/d) fall with j."""
-    if base is not None:
-        require_number(f"rescaling {owner.name!r}: {name}", base, above=1)
+            require_number(f"rescaling {owner.name!r}: {name}", value, above=above)
 
 
 def require_window(owner: Rescaling, name: str, window: int | None) -> None:
-    """Raise unless `window` is None or an integer in [1, MAX_INDEX]."""
-    if window is not None and (not isinstance(window, int) or not 1 <= window <= MAX_INDEX):
-        raise ValueError(
-            f"rescaling {owner.name!r}: {name} must be an integer in [1, {MAX_INDEX}] (float32 holds no larger "
-            f"position exactly), got {window!r}."
-        )
+    """Raise unless `window` is None or an integer in [1, MAX_INDEX]: float32 holds no larger position exactly."""
+    if window is not None:
+        require_integer(f"rescaling {owner.name!r}: {name}", window, least=1, most=MAX_INDEX)
 
 
 def require_native(owner: Rescaling, native: NativeRope, allowed: Sequence[str], instead: str) -> None:

@@ -9,9 +9,9 @@ from .base import (
     RESCALINGS,
     NativeRope,
     Rescaling,
-    require_base,
     require_factor,
     require_native,
+    require_numbers,
     require_window,
     stretched,
 )
@@ -85,7 +85,7 @@ class ABF(Rescaling):
     synonyms = ("base", "theta", "rope-theta", "adjusted-base-frequency")
 
     def __post_init__(self) -> None:
-        require_base(self, "theta", self.theta)
+        require_numbers(self, above=1.0, theta=self.theta)
         require_window(self, "max_position_embeddings", self.max_position_embeddings)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:

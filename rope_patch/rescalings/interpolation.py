@@ -8,9 +8,9 @@ from .base import (
     RESCALINGS,
     NativeRope,
     Rescaling,
-    require_base,
     require_factor,
     require_native,
+    require_numbers,
     stretched,
     without_none,
 )
@@ -38,7 +38,7 @@ class PI(Rescaling):
 
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
-        require_base(self, "rope_theta", self.rope_theta)
+        require_numbers(self, above=1.0, rope_theta=self.rope_theta)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_native(self, native, ("default", "linear"), "Use 'abf', which keeps the RoPE parameters.")
@@ -75,7 +75,7 @@ class DynamicNTK(Rescaling):
 
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
-        require_base(self, "rope_theta", self.rope_theta)
+        require_numbers(self, above=1.0, rope_theta=self.rope_theta)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_native(self, native, ("default",), "Use 'abf', which keeps the RoPE parameters.")

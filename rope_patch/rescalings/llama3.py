@@ -9,9 +9,8 @@ from .base import (
     NativeRope,
     Rescaling,
     origin,
-    require_base,
     require_factor,
-    require_positive,
+    require_numbers,
     require_window,
     stretched,
     without_none,
@@ -50,8 +49,8 @@ class Llama3(Rescaling):
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
-        require_base(self, "rope_theta", self.rope_theta)
-        require_positive(
+        require_numbers(self, above=1.0, rope_theta=self.rope_theta)
+        require_numbers(
             self,
             low_freq_factor=self.low_freq_factor,
             high_freq_factor=self.high_freq_factor,

@@ -10,9 +10,8 @@ from .base import (
     NativeRope,
     Rescaling,
     origin,
-    require_base,
     require_factor,
-    require_positive,
+    require_numbers,
     require_window,
     stretched,
     without_none,
@@ -53,13 +52,13 @@ class LongRope(Rescaling):
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
-        require_positive(self, attention_factor=self.attention_factor)
-        require_base(self, "rope_theta", self.rope_theta)
+        require_numbers(self, attention_factor=self.attention_factor)
+        require_numbers(self, above=1.0, rope_theta=self.rope_theta)
         for name in ("long_factor", "short_factor"):
             divisors = getattr(self, name)
             if divisors is None and name == "short_factor":
                 continue
-            require_positive(self, **{f"{name}[{i}]": f for i, f in enumerate(divisors)})
+            require_numbers(self, **{f"{name}[{i}]": f for i, f in enumerate(divisors)})
             object.__setattr__(self, name, tuple(float(f) for f in divisors))
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:

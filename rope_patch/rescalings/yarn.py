@@ -9,9 +9,8 @@ from .base import (
     NativeRope,
     Rescaling,
     origin,
-    require_base,
     require_factor,
-    require_positive,
+    require_numbers,
     require_window,
     stretched,
     without_none,
@@ -61,8 +60,8 @@ class Yarn(Rescaling):
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
-        require_base(self, "rope_theta", self.rope_theta)
-        require_positive(
+        require_numbers(self, above=1.0, rope_theta=self.rope_theta)
+        require_numbers(
             self,
             attention_factor=self.attention_factor,
             beta_fast=self.beta_fast,

@@ -15,7 +15,7 @@ from support.tiny import WINDOW, tokens
 from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
-from rope_patch.base.attention_calls import sliding_window, watched_attention
+from rope_patch.families.attention_calls import sliding_window, watched_attention
 from rope_patch.families.capabilities import why_not_relative
 from rope_patch.forward.cache_arguments import cache_argument, returned_cache
 from rope_patch.layout.labelled import Labelled

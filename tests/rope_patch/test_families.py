@@ -18,8 +18,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from rope_patch import describe, native_rope, patch_model, rope_view
 from rope_patch.base.draws import DrawKey
+from rope_patch.eval.measures.subject import Subject
 from rope_patch.forward.drawn_view import BoundView
-from rope_patch.generation.subject import Subject
 from rope_patch.layout.documents import Documents, real_tokens_of
 from rope_patch.losses import SelfDistiller, ViewConsistency
 from rope_patch.views import RPE, ChunkPermute, EndPrompt, Skip

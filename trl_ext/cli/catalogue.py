@@ -78,6 +78,11 @@ def methods() -> list[Method]:
     return [_method(kind, name, node) for (kind, name), node in sorted({**ours, **plugins}.items(), key=itemgetter(0))]
 
 
+def options_of(cls: type) -> list[Option]:
+    """The fields of a dataclass, with their meanings from its docstring."""
+    return list(_options(_node_of(cls)))
+
+
 def _registered() -> Iterator[tuple[str, str, type]]:
     """What is registered in this process: nothing until a plugin has imported the registries."""
     if "rope_patch" in sys.modules:

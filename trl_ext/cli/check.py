@@ -49,8 +49,8 @@ def run_check_command(args: argparse.Namespace) -> int:
     import torch
 
     from rope_patch import describe
-    from rope_patch.base.attention_calls import attention_name
     from rope_patch.checks.model_checks import CHECKS, Subject, run_check
+    from rope_patch.families.attention_calls import attention_name
 
     begin = time.perf_counter()
     model = _loaded(args, choose_device(args.device, torch.cuda.is_available()))

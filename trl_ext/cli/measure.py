@@ -2,46 +2,23 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from ..engines.device import choose_device
 from .hub_revision import add_model_revision
 from .model_spec import NATIVE, ModelSpec
 
 if TYPE_CHECKING:
-    from rope_patch.eval import EvalPlan
+    from rope_patch.eval import EvalPlan, Measure
 
-# those that `eval` runs when none is named
-DEFAULT = ("cliff", "gain", "passkey", "niah-single", "niah-multikey", "position", "attention", "entropy", "view-kl")
-# --flag -> the measures that it stands for
-FLAGS = {
-    "cliff": ("cliff",),
-    "gain": ("gain",),
-    "passkey": ("passkey",),
-    "niah": ("niah-single", "niah-multikey", "niah-multivalue", "niah-multiquery", "niah-ordinal", "position"),
-    "ruler": ("ruler",),
-    "short": ("short",),
-    "attention": ("attention", "entropy"),
-    "view-kl": ("view-kl",),
-}
 # the shortest default length is the window over this: what was lost shows within the window, and most on short prompts
 SHORTEST = 16
-# --flag -> what it measures, for somebody who has never heard of it
-HELP = {
-    "cliff": "loss at every position of a text (cross-entropy of the next token, in nats). The cliff is how much "
-    "higher it is beyond the window that the model was trained on than within it",
-    "gain": "context gain: how much lower the loss is when the model reads the whole text instead of its last 512 "
-    "tokens",
-    "passkey": "retrieval of a five-digit number that stands somewhere in repeated filler sentences",
-    "niah": "needle in a haystack: retrieval of sentences hidden in your text. One; one of several; several at once; "
-    "the first, second, ... of several. Also accuracy by the place of the answer",
-    "ruler": "RULER's 13 long-context tasks, through lm-eval",
-    "short": "eight benchmarks of short text, through lm-eval: what long-context training must not ruin",
-    "attention": "how far back the last tokens look, and how spread out attention is beyond the window",
-    "view-kl": "how much the predictions change when the second half of a text is moved to later positions",
-}
+# fields of the plan that are no flags of their own
+_NO_FLAG = ("measures", "length", "n_rows", "ruler_lengths", "depths", "lm_eval", "seed")
 
 
 def add_commands(commands: Any) -> None:
@@ -51,6 +28,7 @@ def add_commands(commands: Any) -> None:
         help="measure models side by side and write figures, tables and one HTML page",
         description="Measure one or several models and write a report. Without a measure named, those run that need no "
         "other data. A run that was stopped goes on with the same command.",
+        complete=_add_measures,
     )
     evaluate.set_defaults(run=run_eval)
     evaluate.add_argument(
@@ -72,73 +50,7 @@ def add_commands(commands: Any) -> None:
     evaluate.add_argument(
         "--report", type=Path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
     )
-    measures = evaluate.add_argument_group(
-        "measures", "without any: all but --ruler, --short and --lm-eval, and two of --niah"
-    )
-    for flag in FLAGS:
-        measures.add_argument(f"--{flag}", action="store_true", help=HELP[flag])
-    measures.add_argument(
-        "--lm-eval",
-        metavar="TASK[,TASK]",
-        type=_names,
-        default=(),
-        help="tasks, groups or tags of the installed lm-eval by name: long ones such as longbench2, infinitebench, "
-        "babilong, graphwalks, and short ones such as mmlu, gsm8k, ifeval. niah_... and ruler_... are RULER's, at "
-        "--lengths. Documents longer than --length are left out",
-    )
     _add_data(evaluate, rows=4)
-    evaluate.add_argument(
-        "--lengths",
-        type=int,
-        nargs="+",
-        action="extend",
-        help="prompt lengths for retrieval and RULER; default: from a sixteenth of the window on in powers of two to "
-        "--length, as far as needles and question fit in",
-    )
-    evaluate.add_argument(
-        "--trials",
-        type=int,
-        help="retrieval prompts of each length and depth, in four wordings in turn; default: 2. There are "
-        "ten depths: 20 gives 200 prompts a length",
-    )
-    evaluate.add_argument("--ruler-tasks", nargs="+", action="extend", help="default: all whose data are given")
-    evaluate.add_argument("--ruler-samples", type=int, help="prompts of each task and length; default: 20")
-    evaluate.add_argument("--squad", help="SQuAD's JSON file for RULER's first QA task")
-    evaluate.add_argument("--hotpotqa", help="HotpotQA's JSON file for RULER's second QA task")
-    evaluate.add_argument("--short-data", help="folder of short-text benchmarks as .jsonl(.xz); default: from the hub")
-    evaluate.add_argument(
-        "--benchmarks", nargs="+", action="extend", help="short-text benchmarks; default: all that there are"
-    )
-    evaluate.add_argument(
-        "--lm-eval-data", help="folder with the data of --lm-eval as TASK.jsonl(.xz); default: from the hub"
-    )
-    evaluate.add_argument(
-        "--limit", type=int, help="samples of each short-text benchmark and of each task of --lm-eval at most"
-    )
-    evaluate.add_argument(
-        "--batch-size", type=int, help="prompts answered at once, at most; default: as many as memory holds"
-    )
-    evaluate.add_argument(
-        "--window",
-        type=int,
-        help="positions over which all models are compared, within and beyond; default: the trained window of the "
-        "first model",
-    )
-    evaluate.add_argument(
-        "--chat-template",
-        choices=["auto", "on", "off"],
-        default="auto",
-        help="whether retrieval, RULER, short text and lm-eval's tasks are asked through the tokenizer's chat "
-        "template; auto: if it has one, and LAMBADA as raw text. Loss by position reads raw text in any case",
-    )
-    evaluate.add_argument(
-        "--backend",
-        choices=["transformers", "vllm"],
-        default="transformers",
-        help="who answers --passkey and --niah. vllm, where it is installed: for checkpoints, neither adapters nor "
-        "rescaled after loading; its first answers are compared with Transformers'. All else is measured by "
-        "Transformers; default: %(default)s",
-    )
     probe = commands.add_parser(
         "probe",
         help="where the window of a model ends, and what to do about it",
@@ -149,6 +61,43 @@ def add_commands(commands: Any) -> None:
     add_model_revision(probe)
     probe.add_argument("--plot", type=Path, help="also draw loss by position as PLOT.png and PLOT.svg")
     _add_data(probe, rows=2)
+
+
+def _add_measures(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the measures, and those of the fields of the plan."""
+    from rope_patch.eval import EvalPlan
+
+    from .catalogue import options_of
+
+    group = parser.add_argument_group("measures", "without any: those that need no other data, and two kinds of --niah")
+    for flag, measures in _by_flag().items():
+        told = next(measure for measure in measures if measure.help)
+        group.add_argument(f"--{flag}", help=told.help, **told.argument)
+    hints = get_type_hints(EvalPlan)
+    for option in options_of(EvalPlan):
+        if option.name not in _NO_FLAG:
+            meaning = option.meaning.rstrip(".").replace("%", "%%")
+            parser.add_argument(f"--{option.name.replace('_', '-')}", help=meaning, **_argument(hints[option.name]))
+
+
+def _argument(hint: Any) -> dict[str, Any]:
+    """What argparse is told of a field of the plan with this type."""
+    kind = next(kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if kind is not NoneType)
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) is tuple:
+        return {"type": get_args(kind)[0], "nargs": "+", "action": "extend"}
+    return {"type": kind}
+
+
+def _by_flag() -> "dict[str, list[Measure]]":
+    """Flag -> the measures that it stands for."""
+    from rope_patch.eval import MEASURES
+
+    flags: dict[str, list[Measure]] = {}
+    for measure in MEASURES.values():
+        flags.setdefault(measure.flag or measure.name, []).append(measure)
+    return flags
 
 
 def _add_data(parser: argparse.ArgumentParser, rows: int) -> None:
@@ -204,9 +153,8 @@ def _eval(args: argparse.Namespace) -> int:
     _require_one_tokenizer(specs, tokenizer, chat=chat and plan.asks)
     if plan.window is None:
         plan = replace(plan, window=first.trained_window())
-    plan = _without_too_long(plan, named=any(getattr(args, flag.replace("-", "_")) for flag in FLAGS))
-    if plan.reads_attention:
-        _require_recomputable_attention(specs)
+    plan = _without_too_long(plan, named=any(_given(args, flag) for flag in _by_flag()))
+    _check_models(plan, specs)
     if not plan.lengths:
         plan = _with_lengths(plan, tokenizer)
     results = run_suite(
@@ -275,13 +223,11 @@ def _of_revisions(specs: list[ModelSpec], named: Sequence[str]) -> list[ModelSpe
     return [found[label] for label in labels]
 
 
-def _require_recomputable_attention(specs: list[ModelSpec]) -> None:
-    """Raise for the attention of a model what its measure would raise, before those in front of it are measured."""
-    from rope_patch.eval.measures.attention import require_recomputable_attention
-
-    for spec in specs:
+def _check_models(plan: "EvalPlan", specs: list[ModelSpec]) -> None:
+    """Raise for a model what a measure would raise, before those in front of it are measured."""
+    for check, spec in product(plan.model_checks, specs):
         try:
-            require_recomputable_attention(spec.twin())
+            check(spec.twin())
         except ValueError as error:
             raise ValueError(f"--model {spec.label}: {error}") from error
 
@@ -363,34 +309,28 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
     from rope_patch.eval import MEASURES, EvalPlan
     from rope_patch.eval.measures.ruler import TASKS
 
-    named = {name for flag, names in FLAGS.items() if getattr(args, flag.replace("-", "_")) for name in names}
     # lm-eval by itself would cut RULER's prompts to the window in the config, and measure lengths of its own
     of_ruler = [task for task in args.lm_eval if task in (*TASKS, "ruler")]
-    others = tuple(task for task in args.lm_eval if task not in of_ruler)
-    named |= ({"ruler"} if of_ruler else set()) | ({"lm-eval"} if others else set())
-    ruler_tasks = tuple(dict.fromkeys([*(args.ruler_tasks or ()), *(task for task in of_ruler if task != "ruler")]))
-    chosen = named or set(DEFAULT)
-    # what has a default in the plan is given where the command line names it
-    counts = {name: getattr(args, name) for name in ("trials", "ruler_samples") if getattr(args, name) is not None}
+    args.lm_eval = [task for task in args.lm_eval if task not in of_ruler]
+    if of_ruler:
+        args.ruler = True
+        args.ruler_tasks = [*(args.ruler_tasks or ()), *(task for task in of_ruler if task != "ruler")] or None
+    chosen = [m for flag, measures in _by_flag().items() if _given(args, flag) for m in measures]
+    chosen = chosen or [measure for measure in MEASURES.values() if measure.by_default]
+    given = {field.name: getattr(args, field.name, None) for field in fields(EvalPlan)}
     return EvalPlan(
-        measures=tuple(name for name in MEASURES if name in chosen),
-        length=length,
-        n_rows=args.rows,
-        lengths=tuple(dict.fromkeys(args.lengths or ())),
-        ruler_tasks=ruler_tasks or None,
-        squad=args.squad,
-        hotpotqa=args.hotpotqa,
-        short_data=args.short_data,
-        benchmarks=tuple(args.benchmarks) if args.benchmarks else None,
-        limit=args.limit,
-        lm_eval=others,
-        lm_eval_data=args.lm_eval_data,
-        batch_size=args.batch_size,
-        chat_template=args.chat_template,
-        window=args.window,
-        backend=args.backend,
-        **counts,
+        measures=tuple(name for name, measure in MEASURES.items() if measure in chosen),
+        **{
+            **{k: tuple(dict.fromkeys(v)) if isinstance(v, list) else v for k, v in given.items() if v is not None},
+            "length": length,
+            "n_rows": args.rows,
+        },
     )
+
+
+def _given(args: argparse.Namespace, flag: str) -> Any:
+    """What was typed for a flag; nothing that is true, if it was not."""
+    return getattr(args, flag.replace("-", "_"))
 
 
 def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
@@ -399,8 +339,8 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
     Without a known window, from a sixteenth of the longest row on.
     """
     from rope_patch.eval.measures.prompt_grid import shortest_prompt
+    from rope_patch.eval.measures.retrieval import kinds_of
     from rope_patch.eval.measures.ruler import SHORTEST_LENGTH
-    from rope_patch.prompts.needles import KINDS
 
     shortest = max(1, min(plan.window or plan.length, plan.length) // SHORTEST)
     lengths = [shortest << k for k in range(40) if shortest << k < plan.length] + [plan.length]
@@ -411,8 +351,7 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
             print(f"Prompts of {left_out} tokens are left out: {measures} needs {needed}. --lengths names others.")
         return tuple(length for length in lengths if length >= needed) or (plan.length,)
 
-    kinds = [kind for kind in KINDS if {kind, f"niah-{kind}"} & set(plan.measures)]
-    needed = max((shortest_prompt(kind, tokenizer, plan.chat_template) for kind in kinds), default=0)
+    needed = max((shortest_prompt(kind, tokenizer, plan.chat_template) for kind in kinds_of(plan)), default=0)
     return replace(
         plan,
         lengths=at_least(needed, "retrieval"),
@@ -421,32 +360,25 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
 
 
 def _without_too_long(plan: "EvalPlan", *, named: bool) -> "EvalPlan":
-    """The plan without what nobody asked for by name and rows of its length are too short for, which is told.
+    """The plan without measures that rows of its length are too short for and that no flag of their own named."""
+    from rope_patch.eval import MEASURES
 
-    Args:
-        plan: what is measured.
-        named: whether measures were named. The entropy of attention has no flag of its own.
-    """
     left_out = {
         name: least
         for name, least in plan.too_short(plan.window).items()
-        if len(plan.measures) > 1 and (not named or name == "entropy")
+        if len(plan.measures) > 1 and not (named and MEASURES[name].help)
     }
     for name, least in left_out.items():
         print(f"{name} is left out: it needs rows of {least} tokens, and --length is {plan.length}.")
     return replace(plan, measures=tuple(name for name in plan.measures if name not in left_out))
 
 
-def _names(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def _require_positive(args: argparse.Namespace) -> None:
+    from rope_patch.base.validators import require_integer
+
     for name in ("length", "rows", "trials", "ruler_samples", "batch_size", "limit", "window"):
-        given = getattr(args, name, None)
-        if given is not None and given < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given}.")
+        if getattr(args, name, None) is not None:
+            require_integer(f"--{name.replace('_', '-')}", getattr(args, name), least=1)
 
 
 def _device(args: argparse.Namespace) -> tuple[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 USER_ERROR = 2
@@ -16,16 +16,22 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         forwards: whether all but `--help` is kept in `arguments`, for a parser that is slow to make.
+        complete: adds flags that are slow to find out, once the command is typed.
         **kwargs: of `ArgumentParser`.
     """
 
-    def __init__(self, *, forwards: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *, forwards: bool = False, complete: Callable[["CommandParser"], None] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
-        self.forwards = forwards
+        self.forwards, self.complete = forwards, complete
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As `ArgumentParser`; a flag that is not known is told before one that lacks."""
         arguments = list(sys.argv[1:] if args is None else args)
+        if self.complete is not None:
+            self.complete(self)
+            self.complete = None
         if not self.forwards:
             if not self._commands():  # else the flags are those of the command
                 self._require_known(arguments)

@@ -60,7 +60,9 @@ def measure(
 def together(before: dict[str, Any], after: dict[str, Any]) -> Results:
     """Measure -> label -> result, of what `measure` gave of both."""
     return {
-        name: {label: MEASURES[name][1].from_dict(values[name]) for label, values in ((BEFORE, before), (AFTER, after))}
+        name: {
+            label: MEASURES[name].result.from_dict(values[name]) for label, values in ((BEFORE, before), (AFTER, after))
+        }
         for name in before
     }
 
@@ -90,7 +92,7 @@ def table(results: Results, window: int) -> list[str]:
 
 def told(measured: dict[str, Any], window: int) -> list[str]:
     """What `measure` gave of one model, a line a figure."""
-    results = {name: MEASURES[name][1].from_dict(values) for name, values in measured.items()}
+    results = {name: MEASURES[name].result.from_dict(values) for name, values in measured.items()}
     return [f"  {what:42}{value:>9}" for name in results for what, value in _figures(name, results[name], window)]
 
 

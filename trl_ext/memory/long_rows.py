@@ -13,7 +13,7 @@ from torch import nn
 from transformers.utils import logging
 
 from rope_patch.attention.rows import MaskFreeRows, why_masks_stay
-from rope_patch.base.attention_calls import attention_kernel
+from rope_patch.families.attention_calls import attention_kernel
 from rope_patch.layout.document_lengths import longest_document
 from rope_patch.losses import CopiedTeacher
 from rope_patch.rope.rotary import find_causal_lm

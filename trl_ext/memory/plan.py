@@ -12,7 +12,7 @@ from torch import nn
 
 from rope_kernels.common.gpu_memory import free_gpu_bytes
 from rope_patch.attention.rows import why_masks_stay
-from rope_patch.base.attention_calls import attention_kernel
+from rope_patch.families.attention_calls import attention_kernel
 from rope_patch.losses.teacher import adapter_layers
 from rope_patch.rope.rotary import find_causal_lm, find_decoder, text_modules
 from trl_ext.memory.offloaded import checkpointed_layers, pinned_bytes

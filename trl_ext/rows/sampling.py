@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 from rope_patch.base.validators import require_number
 from rope_patch.forward.state import has_view
 from rope_patch.generation.decoding import end_tokens, first_end
+from rope_patch.generation.inference import InferenceModel
 from rope_patch.generation.sampling import sampled_tokens
-from rope_patch.generation.subject import Subject
 from rope_patch.layout.special_tokens import SpecialTokens
 from rope_patch.rope.rotary import find_decoder
 
@@ -214,7 +214,7 @@ class _Sampler:
         self, model: nn.Module, tokenizer: Any, temperature: float, seed: int, batch_size: int | None, progress: bool
     ) -> None:
         require_number("temperature", temperature)
-        self.subject = Subject(model)
+        self.subject = InferenceModel(model)
         self.causal_lm = self.subject.causal_lm
         if has_view(find_decoder(self.causal_lm), training=False):
             raise ValueError(

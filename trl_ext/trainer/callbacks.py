@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from rope_patch.base.validators import require_integer
 from rope_patch.eval import loss_by_position
 from rope_patch.patch import view_source
 
@@ -28,10 +29,9 @@ class LossByPositionCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, rows: torch.Tensor, *, window: int | None = None, every: int = 100) -> None:
-        from rope_patch.generation.subject import Subject
+        from rope_patch.eval.measures.subject import Subject
 
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}.")
+        require_integer("every", every, least=1)
         subject = Subject(trainer.model)  # type: ignore[arg-type]
         self.window = subject.trained_window if window is None else window
         if self.window is None:

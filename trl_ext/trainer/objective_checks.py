@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rope_patch.base.attention_calls import attention_name
+from rope_patch.families.attention_calls import attention_name
 from rope_patch.families.local_layers import is_local
 from rope_patch.rope.rotary import find_causal_lm
 

@@ -6,10 +6,13 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..results.result import Result
+from .base import Measure
 from .retrieval_grid import RetrievalGrid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ..suite import EvalPlan
 
 
 @dataclass(frozen=True)
@@ -125,3 +128,20 @@ def accuracy_by_answer_position(
                 }
             )
     return AnswerPositionAccuracy(curves)
+
+
+def _check(plan: "EvalPlan", *_: object) -> None:
+    before = plan.chosen[: plan.measures.index(POSITION.name)]
+    if not any(measure.result is RetrievalGrid for measure in before):
+        raise ValueError("position is read off the answers to retrieval prompts: name passkey or a niah before it.")
+
+
+POSITION = Measure(
+    name="position",
+    result=AnswerPositionAccuracy,
+    run=lambda job: accuracy_by_answer_position([r for r in job.done.values() if isinstance(r, RetrievalGrid)]),
+    flag="niah",
+    by_default=True,
+    settings=("trials", "depths", "seed", "chat_template", "backend", "measures", "lengths"),
+    check=_check,
+)

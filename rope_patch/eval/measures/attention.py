@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from ...attention.plain import last_hidden_states
-from ...base.attention_calls import AttentionCall, attention_name
+from ...families.attention_calls import AttentionCall, attention_name
 from ...families.capabilities import computes_own_attention
-from ...generation.subject import Subject
 from ...rope.rotary import find_causal_lm, find_decoder, rotary_owners
 from ..results.progress import token_bar
 from ..results.result import Result
+from .base import Measure
+from .subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -352,3 +353,26 @@ def _visit_groups(call: AttentionCall, queries: torch.Tensor, visit: Visit) -> N
             of_group = sinks.float()[head * group : (head + 1) * group, None, None]
             to_keys = (scores.logsumexp(-1, keepdim=True) - of_group).sigmoid()
         visit(module.layer_idx, scores.softmax(-1), to_keys)
+
+
+ATTENTION = Measure(
+    name="attention",
+    result=AttentionDistance,
+    run=lambda job: attention_distance(job.model, job.rows),
+    help="how far back the last tokens look, and how spread out attention is beyond the window",
+    by_default=True,
+    reads_rows=True,
+    least=lambda window: LAST,
+    check_model=require_recomputable_attention,
+)
+ENTROPY = Measure(
+    name="entropy",
+    result=EntropyRatio,
+    run=lambda job: entropy_ratio(job.model, job.rows, window=job.window),
+    flag="attention",
+    by_default=True,
+    reads_rows=True,
+    settings=("window",),
+    least=lambda window: 0 if window is None else window + 2,
+    check_model=require_recomputable_attention,
+)

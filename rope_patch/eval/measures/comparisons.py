@@ -1,10 +1,10 @@
 """Figures that hold for two models at once: what adaptation cost within the window, and what it gave back."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from .loss_by_position import LossByPosition
+if TYPE_CHECKING:
+    from .loss_by_position import LossByPosition
 
 T = TypeVar("T")
 
@@ -23,19 +23,7 @@ def baseline_first(by_label: Mapping[str, T]) -> dict[str, T]:
     return {first: by_label[first], **by_label}
 
 
-def over_one_window(curves: Mapping[str, LossByPosition], window: int | None = None) -> dict[str, LossByPosition]:
-    """The same curves, each read over the same window: a checkpoint that declares a longer one is measured by no other.
-
-    Args:
-        curves: label -> curve.
-        window: in positions; None means the first curve's.
-    """
-    if window is None:
-        window = next((curve.window for curve in curves.values()), None)
-    return {label: replace(curve, window=window) for label, curve in curves.items()}
-
-
-def in_distribution_penalty(curve: LossByPosition, baseline: LossByPosition, window: int | None = None) -> float:
+def in_distribution_penalty(curve: "LossByPosition", baseline: "LossByPosition", window: int | None = None) -> float:
     """Relative rise of the loss over target positions 64..window against `baseline`, in percent.
 
     Args:

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ...generation.subject import Subject
 from ...rope.rotary import forget_rows
 from ..results.progress import token_bar
 from ..results.result import Result
+from .base import Measure
+from .subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -216,3 +217,15 @@ def _refuse_sliding_windows(subject: Subject) -> None:
     kinds = getattr(config, "layer_types", None)
     if getattr(config, "sliding_window", None) and (kinds is None or any("full" not in kind for kind in kinds)):
         raise ValueError("kind='paper' cuts the KV cache, which sliding-window layers cut already; use kind='exact'.")
+
+
+GAIN = Measure(
+    name="gain",
+    result=ContextGain,
+    run=lambda job: context_gain(job.model, job.rows, begin=job.begin),
+    help=f"context gain: how much lower the loss is when the model reads the whole text instead of its last {SHORT} "
+    "tokens",
+    by_default=True,
+    reads_rows=True,
+    least=lambda window: SHORT + 1,
+)

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ...generation.generation import greedy_tokens
-from ...generation.subject import Subject
 from ...prompts.asking import TEMPLATE_OPTIONS
+from .subject import Subject
 
 Documents = Sequence[Mapping[str, Any]]
 _ALL = 1 << 20  # requests that lm-eval hands over at once: all of a task

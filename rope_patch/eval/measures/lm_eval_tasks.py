@@ -19,6 +19,7 @@ from ...prompts.text import numbered_json_lines, read_json_lines
 from ..results.cache import Remember, afresh
 from ..results.progress import token_bar
 from ..results.result import Result
+from .base import Job, Measure
 from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores, task_index
 
 if TYPE_CHECKING:
@@ -483,3 +484,38 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, task: Any, request: Any) -> int:
         return 1 + len(tokenizer(prompt + answer, add_special_tokens=False, verbose=False)["input_ids"])
     new = answer.get("max_gen_toks", _NEW_TOKENS)
     return 1 + new + len(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _measured(job: Job) -> LmEval:
+    plan = job.plan
+    return lm_eval_tasks(
+        job.model,
+        job.tokenizer,
+        plan.lm_eval,
+        length=plan.length,
+        data=plan.lm_eval_data,
+        limit=plan.limit,
+        batch_size=plan.batch_size or 4,
+        chat_template=plan.chat_template,
+        remember=job.remember,
+    )
+
+
+LM_EVAL = Measure(
+    name="lm-eval",
+    result=LmEval,
+    run=_measured,
+    help="tasks, groups or tags of the installed lm-eval by name: long ones such as longbench2, infinitebench, "
+    "babilong, graphwalks, and short ones such as mmlu, gsm8k, ifeval. niah_... and ruler_... are RULER's, at "
+    "--lengths. Documents longer than --length are left out",
+    argument={
+        "metavar": "TASK[,TASK]",
+        "type": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+        "default": (),
+    },
+    asks=True,
+    settings=("limit", "length", "chat_template"),
+    parts=("lm_eval",),
+    files=("lm_eval_data",),
+    check=lambda plan, *_: check_tasks(plan.lm_eval, plan.lm_eval_data, plan.length),
+)

@@ -1,18 +1,22 @@
 """Cross-entropy of each token given all before it, by its position: where a model's window ends."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from ...generation.subject import Subject
+from ..loss_intervals import interval_over_blocks, interval_over_rows
 from ..results.cache import data_hash
 from ..results.json_values import json_values, with_nan
 from ..results.progress import token_bar
-from ..results.result import Result
+from ..results.result import Pairs, Result
+from .base import Measure
+from .comparisons import in_distribution_penalty
+from .subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 FIRST_POSITION = 64
 # tokens of the parts that the mean loss of each row is kept of
 BLOCK = 64
+ONE_ROW = f"blocks of {BLOCK} tokens of one row"
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +160,35 @@ class LossByPosition(Result):
     def table(self) -> list[dict[str, Any]]:
         return [dict(row) for row in self.binned()]
 
+    def over_window(self, window: int | None) -> Self:
+        return replace(self, window=window)
+
+    def beside(self, first: Self) -> dict[str, float]:
+        return {"in-distribution penalty (%)": in_distribution_penalty(self, first)} if first.window else {}
+
+    def pairs(self, first: Self, window: int | None) -> list[Pairs]:
+        """The mean loss of each row in spans from a sixteenth of the window on in powers of two.
+
+        Tokens of one text are no independent pairs. Where there is one row, its blocks of 64 tokens are compared, by an
+        interval that takes account of how alike neighbours are.
+        """
+        if not first.blocks or not self.blocks:
+            return []
+        same = first.rows_hash == self.rows_hash
+        edges = _edges(window, len(first.blocks[0]))
+        # the same text twice, whose losses are alike to the last bit, would count as two texts that agree
+        rows = list(dict.fromkeys((tuple(a), tuple(b)) for a, b in zip(first.blocks, self.blocks, strict=same)))
+        found = []
+        for start, end in zip(edges, edges[1:], strict=False):
+            before, after = ([row[start:end] for row in of_model] for of_model in zip(*rows, strict=True))
+            name = f"loss {BLOCK * start}..{BLOCK * end - 1}"
+            unit, interval = ONE_ROW, interval_over_blocks
+            if len(rows) > 1:
+                before, after = [[[fmean(row) for row in of_model]] for of_model in (before, after)]
+                unit, interval = "rows", interval_over_rows
+            found.append(Pairs(before[0], after[0], unit, BLOCK * end, name=name, same=same, interval=interval))
+        return found
+
     @classmethod
     def figure(cls, results: Mapping[str, Self]) -> "Figure":
         from ..results.figures import add_legend, mark_window, new_figure
@@ -240,3 +274,25 @@ def loss_by_position(
     unknown = torch.full((1,), torch.nan, dtype=torch.float64)
     loss = torch.cat([unknown, total / len(rows)])
     return LossByPosition(loss, len(rows), subject.trained_window, tuple(blocks), data_hash(rows))
+
+
+def _edges(window: int | None, n_blocks: int) -> list[int]:
+    """Ends of the spans, in blocks: the first block is left out, as in all means of losses."""
+    if window is None:
+        return [1, n_blocks] if n_blocks > 1 else []
+    inner = [window >> k for k in range(4, -1, -1)]
+    outer = [window << k for k in range(1, 30)]
+    edges = sorted({1, n_blocks, *(e // BLOCK for e in [*inner, *outer] if BLOCK < e < BLOCK * n_blocks)})
+    return [e for e in edges if 1 <= e <= n_blocks] if n_blocks > 1 else []
+
+
+CLIFF = Measure(
+    name="cliff",
+    result=LossByPosition,
+    run=lambda job: loss_by_position(job.model, job.rows),
+    help="loss at every position of a text (cross-entropy of the next token, in nats). The cliff is how much higher it "
+    "is beyond the window that the model was trained on than within it",
+    by_default=True,
+    reads_rows=True,
+    least=lambda window: FIRST_POSITION + 1,
+)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ...describe import describe
-from ...generation.subject import Subject
 from ...patch import patch_model, unpatch_model
 from .comparisons import in_distribution_penalty
 from .loss_by_position import LossByPosition, loss_by_position
+from .subject import Subject
 
 # nats per token by which the loss beyond the window may exceed that within it, scatter of a few rows
 FLAT = 0.1

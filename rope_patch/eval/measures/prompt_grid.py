@@ -135,7 +135,7 @@ def shortest_prompt(
 
 @dataclass(frozen=True)
 class PromptGrid:
-    """The prompts of a grid; arguments as in `niah`."""
+    """The prompts of a grid; arguments as in `retrieval`."""
 
     kind: Kind
     tokenizer: PreTrainedTokenizerBase

@@ -1,9 +1,10 @@
 """Passkey and needle-in-a-haystack: what a model writes and, beside it, teacher-forced, by length and depth."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -14,25 +15,28 @@ from ...prompts.asking import ChatTemplate
 from ...prompts.needles import KINDS, Kind
 from ..results.cache import Remember, afresh
 from ..results.progress import token_bar
-from .prompt_grid import ALL_WORDINGS, DEPTHS, Haystacks, PromptGrid, haystacks_of, needles_of
+from .base import Job, Measure
+from .prompt_grid import (
+    ALL_WORDINGS,
+    DEPTHS,
+    Haystacks,
+    PromptGrid,
+    check_retrieval,
+    haystacks_of,
+    needles_of,
+    shortest_prompt,
+)
 from .retrieval_grid import RetrievalGrid
+
+if TYPE_CHECKING:
+    from ..suite import EvalPlan
 
 Ask = Callable[[Sequence[Question], Callable[[int], None]], tuple[list[Reply], str]]
 """(questions, what is told how many are read) -> replies, and a sentence about who gave them or ""."""
 
 
 def passkey(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    lengths: Sequence[int],
-    *,
-    depths: Sequence[float] = DEPTHS,
-    trials: int = 2,
-    batch_size: int | None = None,
-    seed: int = 0,
-    chat_template: ChatTemplate = "auto",
-    wordings: Sequence[int] = ALL_WORDINGS,
-    progress: bool = True,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], **options: Any
 ) -> RetrievalGrid:
     """Repeat a five-digit key that stands somewhere in repeated filler sentences, as the model writes it.
 
@@ -40,31 +44,11 @@ def passkey(
         model: a causal LM.
         tokenizer: of the model.
         lengths: tokens of prompt and reply together.
-        depths: places of the key.
-        trials: prompts a cell.
-        batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
-        seed: of the keys.
-        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
-            there is one. Lengths include it.
-        wordings: numbers of the phrasings in `rope_patch.prompts.wordings` that prompts take in turn.
-        progress: whether to show a bar over tokens.
+        **options: depths, trials, batch_size, seed, chat_template, wordings and progress, as `retrieval` takes them.
 
     Source: Mohtashami and Jaggi, Landmark Attention, 2023; used by PoSE, LongLoRA and PosAug.
     """
-    return retrieval(
-        model,
-        tokenizer,
-        (),
-        lengths,
-        kinds=("passkey",),
-        depths=depths,
-        trials=trials,
-        batch_size=batch_size,
-        seed=seed,
-        chat_template=chat_template,
-        wordings=wordings,
-        progress=progress,
-    )["passkey"]
+    return retrieval(model, tokenizer, (), lengths, kinds=("passkey",), **options)["passkey"]
 
 
 def niah(
@@ -74,14 +58,7 @@ def niah(
     lengths: Sequence[int],
     *,
     kind: Kind = "single",
-    depths: Sequence[float] = DEPTHS,
-    trials: int = 2,
-    n_needles: int = 4,
-    batch_size: int | None = None,
-    seed: int = 0,
-    chat_template: ChatTemplate = "auto",
-    wordings: Sequence[int] = ALL_WORDINGS,
-    progress: bool = True,
+    **options: Any,
 ) -> RetrievalGrid:
     """Needle in a haystack over lengths and depths, in the user's own text, as the model writes its answers.
 
@@ -91,37 +68,12 @@ def niah(
         text: haystack; documents are joined.
         lengths: tokens of prompt and reply together, so nothing is ever truncated.
         kind: "single", "multikey", "multivalue", "multiquery" or "ordinal", as in `rope_patch.prompts.needles`.
-        depths: places of one needle asked for; others are drawn.
-        trials: prompts a cell.
-        n_needles: sentences hidden, for all kinds but "single".
-        batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
-        seed: of keys, values and places.
-        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
-            there is one. Lengths include it.
-        wordings: numbers of the phrasings in `rope_patch.prompts.wordings` that prompts take in turn.
-        progress: whether to show a bar over tokens.
-
-    Raises:
-        ValueError: an unknown kind, depths outside [0, 1], or too little text.
+        **options: n_needles and those of `passkey`, as `retrieval` takes them.
 
     Source: Kamradt's needle in a haystack; RULER, arXiv:2404.06654 (multi-key, -value, -query); RPSD,
     arXiv:2604.14339 (ordinal).
     """
-    return retrieval(
-        model,
-        tokenizer,
-        text,
-        lengths,
-        kinds=(kind,),
-        depths=depths,
-        trials=trials,
-        n_needles=n_needles,
-        batch_size=batch_size,
-        seed=seed,
-        chat_template=chat_template,
-        wordings=wordings,
-        progress=progress,
-    )[kind]
+    return retrieval(model, tokenizer, text, lengths, kinds=(kind,), **options)[kind]
 
 
 def retrieval(
@@ -153,13 +105,14 @@ def retrieval(
         text: haystack of all kinds but "passkey"; documents are joined.
         lengths: tokens of prompt and reply together.
         kinds: of needles, as in `rope_patch.prompts.needles`.
-        depths: places of one needle asked for.
+        depths: places of one needle asked for, 0 the start of the text and 1 its end; others are drawn.
         trials: prompts a cell.
         n_needles: sentences hidden, for all kinds but "passkey" and "single".
         batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
         seed: of keys, values and places.
-        chat_template: "on", "off", or "auto", as in `niah`.
-        wordings: numbers of the phrasings that prompts take in turn.
+        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
+            there is one. Lengths include it.
+        wordings: numbers of the phrasings in `rope_patch.prompts.wordings` that prompts take in turn.
         progress: whether to show a bar over tokens.
         remember: of a kind, what keeps each of its lengths as soon as it is done.
         ask: answers questions in place of `ask_greedily`, and says something about it in a sentence, or "".
@@ -251,3 +204,66 @@ class _Together:
                 **self.grids[kind].part(self.length, of_kind, of_grid),
                 "said": [said] if said else [],
             }
+
+
+_HELP: dict[Kind, str] = {
+    "passkey": "retrieval of a five-digit number that stands somewhere in repeated filler sentences",
+    "single": "needle in a haystack: retrieval of sentences hidden in your text. One; one of several; several at once; "
+    "the first, second, ... of several. Also accuracy by the place of the answer",
+}
+_KINDS: dict[str, Kind] = {kind if kind == "passkey" else f"niah-{kind}": kind for kind in KINDS}
+
+
+def kinds_of(plan: "EvalPlan") -> list[Kind]:
+    """The kinds of prompts that a plan asks."""
+    return [_KINDS[name] for name in plan.measures if name in _KINDS]
+
+
+def _measured(job: Job) -> RetrievalGrid:
+    """The grid of the measure that runs; all others that are missing are measured with it, as they share prompts."""
+    from ..vllm_backend import vllm_answers
+
+    plan, names = job.plan, {kind: name for name, kind in _KINDS.items()}
+    kind = _KINDS[job.name]
+    if kind not in job.shared:
+        by_vllm = plan.backend == "vllm"
+        with vllm_answers(job.model, job.checkpoint, max(plan.lengths, default=0)) if by_vllm else nullcontext() as ask:
+            job.shared |= retrieval(
+                job.model,
+                job.tokenizer,
+                job.texts,
+                plan.lengths,
+                kinds=[k for k in kinds_of(plan) if not job.is_kept(names[k])],
+                depths=plan.depths,
+                trials=plan.trials,
+                batch_size=plan.batch_size,
+                seed=plan.seed,
+                chat_template=plan.chat_template,
+                remember=lambda k: job.memory(names[k]),
+                ask=ask,
+            )
+    grid: RetrievalGrid = job.shared[kind]
+    return grid
+
+
+def _check(plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
+    # the kind with the longest prompts first: the length that its error names is enough for the others
+    for kind in sorted(kinds_of(plan), key=lambda k: -shortest_prompt(k, tokenizer, plan.chat_template)):
+        check_retrieval(kind, tokenizer, texts, plan.lengths, plan.chat_template)
+
+
+RETRIEVAL = tuple(
+    Measure(
+        name=name,
+        result=RetrievalGrid,
+        run=_measured,
+        flag="passkey" if kind == "passkey" else "niah",
+        by_default=kind in ("passkey", "single", "multikey"),
+        asks=True,
+        settings=("trials", "depths", "seed", "chat_template", "backend"),
+        parts=("lengths",),
+        check=_check,
+        help=_HELP.get(kind, ""),
+    )
+    for name, kind in _KINDS.items()
+)

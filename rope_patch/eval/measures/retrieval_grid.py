@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ..results.result import Result
+from ..results.result import Pairs, Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ class RetrievalGrid(Result):
         said: what whoever answered has to say about the answers of each length, in sentences.
     """
 
-    title: ClassVar[str] = "Retrieval"
+    title: ClassVar[str] = "Retrieval: {measure}"
     column: ClassVar[str] = "as_written"
 
     kind: str
@@ -123,6 +123,14 @@ class RetrievalGrid(Result):
             "teacher_forced": _mean(forced),
             "prompts": len(written),
         }
+
+    def pairs(self, first: Self, window: int | None) -> list[Pairs]:
+        hashes = [dict(zip(grid.lengths, grid.prompt_hashes, strict=False)) for grid in (first, self)]
+        return [
+            Pairs(first.at(n), self.at(n), "prompts", n, same=len({h[n] for h in hashes if n in h}) < 2)
+            for n in first.lengths
+            if n in self.lengths
+        ]
 
     @classmethod
     def figure(cls, results: Mapping[str, Self]) -> "Figure":

@@ -19,14 +19,17 @@ from ...prompts.asking import ChatTemplate, Frame, uses_chat_template
 from ...prompts.text import is_json_lines, read_json, read_json_lines
 from ..results.cache import Remember, afresh
 from ..results.progress import token_bar
-from ..results.result import Result
+from ..results.result import Pairs, Result
 from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position, draw_by_place
+from .base import Job, Measure
 from .harness import evaluate, local_task, quiet, quiet_import, require_lm_eval, sample_scores
 from .retrieval_grid import RetrievalGrid
 from .squad import of_form, read_squad
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ..suite import EvalPlan
 
 # task -> arguments of lm-eval's needle generator, as in its own task files
 _NEEDLES: dict[str, dict[str, Any]] = {
@@ -123,6 +126,15 @@ class Ruler(Result):
             for n in self.lengths
         ]
         return rows + means
+
+    def pairs(self, first: Self, window: int | None) -> list[Pairs]:
+        return [
+            Pairs(scores, dict(zip(self.lengths, self.prompt_scores[task], strict=True))[n], "prompts", n, task)
+            for task in first.prompt_scores
+            if task in self.prompt_scores
+            for n, scores in zip(first.lengths, first.prompt_scores[task], strict=True)
+            if n in self.lengths
+        ]
 
     @classmethod
     def figure(cls, results: Mapping[str, Self]) -> "Figure":
@@ -514,3 +526,45 @@ def _generators() -> Iterator[Any]:
         cwe_utils.RNG.setstate(drawn_words)
         for (m, name, _), value in zip(replaced, before, strict=True):
             setattr(m, name, value)
+
+
+def _data(plan: "EvalPlan", texts: list[str]) -> dict[str, Any]:
+    """What of a plan RULER's prompts are made of."""
+    return {
+        "tasks": plan.ruler_tasks,
+        "haystack": "\n".join(texts),
+        "squad": plan.squad,
+        "hotpotqa": plan.hotpotqa,
+        "chat_template": plan.chat_template,
+    }
+
+
+def _measured(job: Job) -> Ruler:
+    plan = job.plan
+    return ruler(
+        job.model,
+        job.tokenizer,
+        plan.ruler_lengths or plan.lengths,
+        samples=plan.ruler_samples,
+        batch_size=plan.batch_size,
+        remember=job.remember,
+        **_data(plan, job.texts),
+    )
+
+
+def _check(plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
+    shortest = min(plan.ruler_lengths or plan.lengths, default=0)
+    ruler_prompts(tokenizer, [shortest], samples=1, progress=False, **_data(plan, texts))
+
+
+RULER = Measure(
+    name="ruler",
+    result=Ruler,
+    run=_measured,
+    help="RULER's 13 long-context tasks, through lm-eval",
+    asks=True,
+    settings=("ruler_samples", "chat_template"),
+    parts=("lengths", "ruler_lengths", "ruler_tasks"),
+    files=("squad", "hotpotqa"),
+    check=_check,
+)

@@ -13,10 +13,14 @@ from ...prompts.asking import ChatTemplate, uses_chat_template
 from ...prompts.text import numbered_json_lines
 from ..results.cache import Remember, afresh
 from ..results.result import Result
+from .base import Job, Measure
+from .comparisons import recovery_ratio
 from .harness import evaluate, local_task, require_lm_eval, sample_scores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ..suite import EvalPlan
 
 Row = dict[str, Any]
 
@@ -140,6 +144,9 @@ class ShortText(Result):
     def table(self) -> list[dict[str, Any]]:
         rows = [{"benchmark": k, "accuracy": a, "samples": self.samples[k]} for k, a in self.accuracy.items()]
         return [*rows, {"benchmark": "mean", "accuracy": self.mean, "samples": sum(self.samples.values())}]
+
+    def beside(self, first: Self) -> dict[str, float]:
+        return {"recovery ratio, short text (%)": recovery_ratio(self.accuracy, first.accuracy)} if first.mean else {}
 
     @classmethod
     def figure(cls, results: Mapping[str, Self]) -> "Figure":
@@ -298,3 +305,35 @@ def _files(folder: Path) -> dict[str, Path]:
             if (folder / (benchmark.file + ending)).is_file():
                 files[name] = folder / (benchmark.file + ending)
     return files
+
+
+def _measured(job: Job) -> ShortText:
+    plan = job.plan
+    return short_text(
+        job.model,
+        job.tokenizer,
+        data=plan.short_data,
+        benchmarks=plan.benchmarks,
+        limit=plan.limit,
+        batch_size=4 * (plan.batch_size or 4),
+        chat_template=plan.chat_template,
+        remember=job.remember,
+    )
+
+
+def _check(plan: "EvalPlan", *_: object) -> None:
+    require_lm_eval()
+    chosen_benchmarks(plan.short_data, plan.benchmarks)
+
+
+SHORT = Measure(
+    name="short",
+    result=ShortText,
+    run=_measured,
+    help="eight benchmarks of short text, through lm-eval: what long-context training must not ruin",
+    asks=True,
+    settings=("limit", "chat_template"),
+    parts=("benchmarks",),
+    files=("short_data",),
+    check=_check,
+)

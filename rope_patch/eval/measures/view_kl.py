@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import nn
 
-from ...generation.subject import Subject
 from ...patch import rope_view
 from ...views import Skip
 from ..results.progress import token_bar
 from ..results.result import Result
+from .base import Job, Measure
+from .subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,3 +133,21 @@ def _mean_kl(subject: Subject, moved: torch.Tensor, standard: torch.Tensor, dire
             p, q = q, p
         total += (p.exp() * (p - q)).sum(-1).double().sum().item()
     return total / len(moved)
+
+
+def _measured(job: Job) -> ViewKL:
+    """Of rows within the window, by skips of 0 and of powers of two up to the longest row."""
+    length = job.plan.length
+    rows = job.rows[:, : min(2048, (job.window or length) // 2, length)]
+    return view_kl(job.model, rows, [0, *(2**k for k in range(6, 30) if 2**k <= length)])
+
+
+VIEW_KL = Measure(
+    name="view-kl",
+    result=ViewKL,
+    run=_measured,
+    help="how much the predictions change when the second half of a text is moved to later positions",
+    by_default=True,
+    reads_rows=True,
+    settings=("window",),
+)

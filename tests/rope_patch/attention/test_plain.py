@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from rope_patch.attention.plain import Windows
-from rope_patch.base.attention_calls import AttentionCall
+from rope_patch.families.attention_calls import AttentionCall
 
 
 def call(n, n_keys, n_kv_heads, dtype=torch.float64, device="cpu", head_dim=16):

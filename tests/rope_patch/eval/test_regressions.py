@@ -95,8 +95,6 @@ def test_pairs_that_differ_alike_leave_room_for_others(n, alike):
             others = (end - alike) / (bound - alike)
             assert (1 - others) ** n == pytest.approx(0.025)
     assert paired_interval([alike] * n) == (alike, alike)  # losses have no bounds
-    with pytest.raises(ValueError, match="within bounds=\\(-1.0, 1.0\\), got 0.0 to 1.5"):
-        paired_interval([0.0, 1.5], bounds=(-1.0, 1.0))
 
 
 def test_students_t_is_that_of_the_tables():
@@ -112,8 +110,6 @@ def test_mcnemar_counts_the_ways_that_are_at_least_as_uneven(b, c):
     uneven = sum(math.comb(n, k) for k in range(n + 1) if abs(2 * k - n) >= abs(b - c))
     assert mcnemar(first, second) == pytest.approx(float(Fraction(uneven, 2**n)), rel=1e-12)
     assert mcnemar(first, second) == mcnemar(second, first)
-    with pytest.raises(ValueError, match="must hold 0 and 1 for the same prompts"):
-        mcnemar([0.5], [1.0])
 
 
 def test_cells_below_and_above_are_told_with_their_figures():
@@ -163,7 +159,7 @@ def test_the_model_labelled_native_is_the_one_that_others_stand_beside():
 def test_other_prompts_are_not_paired():
     first = grid({512: [1.0] * 20})
     second = replace(first, prompt_hashes=["another"])
-    with pytest.raises(ValueError, match="b was asked other passkey prompts of 512 tokens"):
+    with pytest.raises(ValueError, match="b was given other prompts of passkey: nothing can be paired"):
         regressions({"passkey": {"a": first, "b": second}})
 
 
@@ -195,7 +191,7 @@ def test_losses_are_compared_by_spans_of_the_window():
     words = " ".join(comparison.verdict())
     assert (lost.n, lost.unit) == (4, "rows") and "loss 256..511 (" in words and "one text" not in words
     assert "Over 4 rows a cell, a difference of less than about" in words and "nats would not show." in words
-    with pytest.raises(ValueError, match="other read other rows"):
+    with pytest.raises(ValueError, match="other was given other rows of cliff"):
         regressions({"cliff": {"native": curve(base.tolist()), "other": curve(base.tolist(), rows_hash="x")}})
 
 

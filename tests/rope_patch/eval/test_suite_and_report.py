@@ -36,28 +36,17 @@ from rope_patch.eval import (
 from rope_patch.eval.report import summary
 from rope_patch.eval.results.cache import ResultCache, files_hash, model_hash
 from rope_patch.eval.results.figures import drawn_label
-from trl_ext.cli.measure import FLAGS, HELP
 
 TEXTS = [("It was a dark night. The wind blew! Who was there? " * 41)[k : k + 2040] for k in range(5)]
 MEASURES = ("cliff", "gain", "passkey", "niah-single", "position", "attention", "entropy", "view-kl")
-# each tested by itself: kinds of retrieval, and what needs lm-eval and its data
+# kinds of retrieval, and what needs lm-eval and its data, are tested by themselves
 ELSEWHERE = {"niah-multikey", "niah-multivalue", "niah-multiquery", "niah-ordinal", "ruler", "short", "lm-eval"}
 
 
-def test_every_measure_is_here():
-    flags = {name for names in FLAGS.values() for name in names} | {"lm-eval"}
-    lacking = [
-        f'tests/rope_patch/eval/test_suite_and_report.py, MEASURES: "{name}"'
-        for name in suite.MEASURES
-        if name not in MEASURES and name not in ELSEWHERE
-    ]
-    lacking += [
-        f'trl_ext/cli/measure.py: FLAGS["{name}"] = ("{name}",), and HELP["{name}"], what it measures'
-        for name in suite.MEASURES
-        if name not in flags
-    ]
-    assert not lacking, "add\n" + "\n".join(lacking)
-    assert set(FLAGS) == set(HELP)
+def test_every_measure_is_tested_and_has_a_flag_with_help():
+    assert {*MEASURES, *ELSEWHERE} == set(suite.MEASURES)
+    explained = {measure.flag or name for name, measure in suite.MEASURES.items() if measure.help}
+    assert explained == {measure.flag or name for name, measure in suite.MEASURES.items()}
 
 
 def model(**config):
@@ -188,7 +177,7 @@ def test_measures_of_text_read_all_rows(tmp_path):
 def test_a_second_run_measures_nothing(results, monkeypatch):
     first, models, plan, folder = results
     for name in MEASURES:
-        monkeypatch.setitem(suite.MEASURES, name, (None, suite.MEASURES[name][1]))
+        monkeypatch.setitem(suite.MEASURES, name, replace(suite.MEASURES[name], run=None))
     again = run_suite(models, character_tokenizer(), TEXTS, plan, folder / "cache")
     for name in MEASURES:
         for label in models:
@@ -349,8 +338,8 @@ def test_signs_count_in_a_hash():
 def test_positions_of_answers_need_answers():
     for measures in (("position",), ("position", "passkey"), ("cliff", "position")):
         with pytest.raises(ValueError, match="position is read off the answers to retrieval prompts"):
-            EvalPlan(measures, length=200)
-    EvalPlan(("passkey", "position"), length=200)
+            EvalPlan(measures, length=200, lengths=(400,)).check(character_tokenizer(), TEXTS)
+    EvalPlan(("passkey", "position"), length=200, lengths=(400,)).check(character_tokenizer(), TEXTS)
 
 
 def test_a_model_that_the_first_measure_lacks_is_in_the_report(tmp_path):
@@ -492,8 +481,7 @@ def test_results_put_together_by_hand_are_compared_over_one_window():
         ({"measures": ("cliff",), "chat_template": "on"}, ValueError, "needs a tokenizer with a chat template"),
     ],
 )
-def test_what_cannot_be_measured_shows_before_a_model_is_loaded(plan, error, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(suite, "require_lm_eval", lambda: None)
+def test_what_cannot_be_measured_shows_before_a_model_is_loaded(plan, error, message, tmp_path):
     plan = {"length": 200, "n_rows": 1, "lengths": (400,), **plan}
     with pytest.raises(error, match=message):
         run_suite({"m": lambda: pytest.fail("loaded")}, character_tokenizer(), TEXTS, EvalPlan(**plan), tmp_path)
@@ -540,7 +528,7 @@ def test_probe_finds_the_cliff_and_leaves_the_model_alone(monkeypatch):
 
 
 def test_unknown_measures_are_refused():
-    with pytest.raises(ValueError, match="unknown measure 'clif'. Known: cliff, gain"):
+    with pytest.raises(ValueError, match="Unknown measure 'clif'. Did you mean 'cliff'"):
         EvalPlan(("clif",), length=10)
 
 

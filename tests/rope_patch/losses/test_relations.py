@@ -388,9 +388,9 @@ def with_trained_norm():
             )
             for weight in (float("nan"), float("inf"), True, -1.0)
         ),
-        (lambda: LogitKL(weight=1.0, last=2.5), "last must be a number of tokens of at least 1, got 2.5"),
-        (lambda: LogitKL(weight=1.0, last=True), "last must be a number of tokens of at least 1, got True"),
-        (lambda: LogitKL(weight=1.0, last=0), "last must be a number of tokens of at least 1, got 0"),
+        (lambda: LogitKL(weight=1.0, last=2.5), "last must be an integer of at least 1, got 2.5"),
+        (lambda: LogitKL(weight=1.0, last=True), "last must be an integer of at least 1, got True"),
+        (lambda: LogitKL(weight=1.0, last=0), "last must be an integer of at least 1, got 0"),
         (lambda: LogitKL(weight=1.0, temperature=float("nan")), "temperature must be a number above 0, got nan"),
         (lambda: HiddenTargets(weight=True), "weight must be a number above 0, got True"),
         (lambda: HiddenTargets(weight="5"), "weight must be a number above 0, got '5'"),

@@ -8,7 +8,7 @@ from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import AutoModelForCausalLM
 
 from rope_patch import describe, list_methods, patch_model, rope_view
-from rope_patch.generation.subject import Subject
+from rope_patch.eval.measures.subject import Subject
 from rope_patch.methods import resolve_rescaling, resolve_view
 
 

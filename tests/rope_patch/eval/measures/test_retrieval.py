@@ -42,7 +42,6 @@ def test_a_model_that_always_finds_scores_one_and_one_that_never_does_scores_zer
         ({"depths": [1.5]}, r"depths must be in \[0, 1\], got \[1.5\]"),
         ({"lengths": [100]}, "too few for the needles, the question and the reply"),
         ({"lengths": [9000]}, "the haystack has 4080 tokens"),
-        ({"kind": "multikey", "n_needles": 1}, "'multikey' needs n_needles >= 2, got 1"),
         ({"kind": "ordinal", "n_needles": 9}, "'ordinal' needs n_needles <= 8, got 9"),
     ],
 )

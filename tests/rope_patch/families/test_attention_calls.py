@@ -9,7 +9,7 @@ from support.tiny import tiny, tokens
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch import string_positions
-from rope_patch.base.attention_calls import watched_attention
+from rope_patch.families.attention_calls import watched_attention
 
 
 @torch.no_grad()

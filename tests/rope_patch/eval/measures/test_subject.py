@@ -8,8 +8,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position
+from rope_patch.eval.measures.subject import Subject
 from rope_patch.eval.results.cache import model_hash
-from rope_patch.generation.subject import Subject
 
 REFUSED = {
     "blt": "several transformers",

@@ -1,4 +1,4 @@
-"""The model under measurement: hidden states, losses and log-probabilities without logits of a whole row."""
+"""A causal LM that is read and not trained: hidden states and log-probabilities without logits of a whole row."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 from transformers.modeling_outputs import BaseModelOutputWithPast
-
-from rope_kernels import linear_ce_rows
 
 from ..attention.plain import last_hidden_states
 from ..describe import describe
@@ -19,10 +16,8 @@ from ..forward.cache_arguments import cache_argument
 from ..rescalings.in_place import pretrained_window
 from ..rope.rotary import base_model_name, find_causal_lm, rows_forgotten
 
-_CHUNK_BYTES = 2**28  # of float32 logits
 
-
-class Subject:
+class InferenceModel:
     """A Transformers causal LM, patched or not, bare or with adapters.
 
     Args:
@@ -69,20 +64,6 @@ class Subject:
         description = describe(self.causal_lm)
         return pretrained_window(description.native_rope_parameters, description.trained_window)
 
-    def check_rows(self, rows: torch.Tensor, at_least: int = 2) -> None:
-        """Refuse rows that this model cannot read.
-
-        Raises:
-            ValueError: not [n_rows, seq_len] with seq_len >= `at_least`, or ids outside the vocabulary.
-        """
-        if rows.ndim != 2 or rows.shape[0] < 1 or rows.shape[1] < at_least:
-            raise ValueError(f"rows must be [n_rows, seq_len] with seq_len >= {at_least}, got {tuple(rows.shape)}.")
-        if rows.min() < 0 or rows.max() >= self.vocab_size:
-            raise ValueError(
-                f"rows must hold ids in [0, {self.vocab_size}), got values in [{rows.min()}, {rows.max()}]: "
-                "were they made by another tokenizer?"
-            )
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """No gradients and eval mode, so that views which are sampled in training are not in force.
@@ -109,34 +90,9 @@ class Subject:
         behind = {} if cache is None else cache_argument(decoder, cache)
         return decoder(input_ids=ids, use_cache=cache is not None, **behind, **inputs).last_hidden_state
 
-    def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy in nats, float32 [batch, n], of targets [batch, n] given the hidden states before them."""
-        # of a model that is spread over GPUs, hidden states may be on another one than the head, and ids on a third
-        rows, labels = (x.to(self.head.weight.device) for x in (hidden.flatten(0, 1), targets.flatten()))
-        if self._head_is_linear:
-            bias = getattr(self.head, "bias", None)
-            return linear_ce_rows(rows, self.head.weight, labels, bias=bias).view(targets.shape)
-        n_rows = max(1, _CHUNK_BYTES // (4 * self.vocab_size))
-        parts = [
-            F.cross_entropy(self._logits(h).float(), t, reduction="none")
-            for h, t in zip(rows.split(n_rows), labels.split(n_rows), strict=True)
-        ]
-        return torch.cat(parts).view(targets.shape)
-
     def log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the next token, float32 [n, vocab_size], for a small n of hidden states [n, hidden]."""
         return self._logits(hidden).float().log_softmax(-1)
-
-    @cached_property
-    def _head_is_linear(self) -> bool:
-        """Whether logits are hidden W^T + b: some families scale or cap them after it, adapters may sit on it."""
-        bias = getattr(self.head, "bias", None)
-        with torch.no_grad():
-            probe = self.causal_lm.get_input_embeddings().weight[:16].detach().to(self.head.weight)
-            # logits up to 1000, so that a cap shows
-            probe = probe * (1000 / F.linear(probe, self.head.weight).abs().max().clamp(min=1e-6))
-            plain, logits = F.linear(probe, self.head.weight, bias).float(), self._logits(probe).float()
-        return bool((logits - plain).abs().max() <= 1e-3 * plain.abs().max())
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] of hidden states [n, hidden] by the model's own forward, without its decoder."""
