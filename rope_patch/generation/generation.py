@@ -32,9 +32,7 @@ def greedy_answers(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    batch_size: int | None = None,
-    prefill_chunk: int | None = None,
-    done: Done = lambda _: None,
+    **options: Any,
 ) -> list[str]:
     """The most likely continuation of each of `prompts`, token by token, without special tokens.
 
@@ -52,53 +50,19 @@ def greedy_answers(
         tokenizer: of the model.
         prompts: token ids, of one length or of several.
         max_new_tokens: tokens to generate at most.
-        batch_size: prompts held and decoded at once, at most; None means as many as free memory holds.
-        prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
-        done: called with the number of prompts that have been read, as they are.
+        **options: batch_size, prefill_chunk and done, as `ask_greedily` takes them.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    replies = greedy_tokens(
-        model,
-        prompts,
-        pad_token=pad,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        prefill_chunk=prefill_chunk,
-        done=done,
-    )
+    replies = greedy_tokens(model, prompts, pad_token=pad, max_new_tokens=max_new_tokens, **options)
     return tokenizer.batch_decode(replies, skip_special_tokens=True)
 
 
 def greedy_tokens(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    pad_token: int | None,
-    max_new_tokens: int,
-    batch_size: int | None = None,
-    prefill_chunk: int | None = None,
-    done: Done = lambda _: None,
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, pad_token: int | None, max_new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """What `greedy_answers` decodes: the new tokens of each prompt, the one that ends it included.
-
-    Args:
-        model: a causal LM.
-        prompts: token ids, of one length or of several.
-        pad_token: may stand behind the end of an answer that a model's own `generate` made in a batch.
-        max_new_tokens: tokens to generate at most.
-        batch_size: prompts held and decoded at once, at most; None means as many as free memory holds.
-        prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
-        done: called with the number of prompts that have been read, as they are.
-    """
-    replies = ask_greedily(
-        model,
-        [Question(prompt, max_new_tokens) for prompt in prompts],
-        pad_token=pad_token,
-        batch_size=batch_size,
-        prefill_chunk=prefill_chunk,
-        done=done,
-    )
-    return [reply.written for reply in replies]
+    """What `greedy_answers` decodes: the new tokens of each prompt, the one that ends it included."""
+    questions = [Question(prompt, max_new_tokens) for prompt in prompts]
+    return [reply.written for reply in ask_greedily(model, questions, pad_token=pad_token, **options)]
 
 
 def ask_greedily(

@@ -28,7 +28,9 @@ def test_ntk_declares_half_of_its_factor_in_windows_and_tells_the_factor_of_a_lo
 @pytest.mark.parametrize("factor", [0.5, None])
 def test_what_ntk_means_by_a_factor_is_said(factor):
     require_refused(
-        "ntk", {"factor": factor}, r"\(2 \* target window / trained window\) must be .* 1, got " + str(factor)
+        "ntk",
+        {"factor": factor},
+        r"factor \(2 \* target window / trained window\) must be .* at least 1, got " + str(factor),
     )
 
 
