@@ -100,9 +100,7 @@ def _texts(cue: str | list[str] | None) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Views within views as a recipe has them, objects that check options as their fields."""
-    if isinstance(value, View):
-        return {"view": value.name, **value.options()}
+    """Objects that check options as their fields."""
     return _fields(value) if is_dataclass(value) else repr(value)
 
 
