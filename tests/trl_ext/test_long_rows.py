@@ -10,11 +10,12 @@ from transformers import TrainerCallback
 
 from rope_patch.attention import windowed
 from rope_patch.distillation import CopiedTeacher
+from rope_patch.views import Uniform
 from trl_ext import RopeSFTConfig, long_rows, memory_plan
 
 TILE = 5
 YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
-SKIP = {"view": "skip", "view_args": {"max_skip": 40}}
+SKIP = {"view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 OBJECTIVES = {
     "clm": SKIP,
     "clm by longce": {**SKIP, "token_weighting": "longce", "longce_args": {"short_context": 6, "stride": 4}},
