@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..draws import DrawKey
-from ..registry import Registry, from_options, require_known, unknown
+from ..registry import Registry, from_options, require_known
 
 LAWS, CURRICULA = Registry("law"), Registry("curriculum")
 
@@ -21,11 +21,7 @@ End = Any
 
 
 class Law:
-    """Base of laws and curricula.
-
-    The view decides what is drawn: integers, at most `most` where the law has no `high`, or, where `most` is None, real
-    numbers.
-    """
+    """Base of laws and curricula."""
 
     name: ClassVar[str]
     synonyms: ClassVar[tuple[str, ...]] = ()
@@ -36,7 +32,7 @@ class Law:
         Args:
             key: source of randomness.
             slot: which of the independent draws of the key.
-            most: for integers, the largest one of each document, int64; None draws float64.
+            most: where integers are drawn, the `high` of laws without one for each document, int64; None draws float64.
         """
         raise NotImplementedError
 
@@ -55,9 +51,15 @@ class Law:
         return {"law": self.name, **{name: value for name, value in values.items() if value is not None}}
 
 
+@LAWS.register("uniform")
 @dataclass(frozen=True)
-class Range(Law):
-    """Base of laws on the numbers from `low` to `high`."""
+class Uniform(Law):
+    """U[low, high], or U{low .. high} of integers.
+
+    Args:
+        low: smallest number.
+        high: largest number; None, where integers are drawn, is as far as the document allows.
+    """
 
     low: float = 1
     high: float | None = None
@@ -76,8 +78,10 @@ class Range(Law):
         return torch.full_like(most, self.low), most if self.high is None else torch.full_like(most, self.high)
 
     def between(self, low: End, high: End, key: DrawKey, slot: int) -> torch.Tensor:
-        """A draw from another range than the law's own."""
-        raise NotImplementedError
+        """A draw by this law from another range."""
+        if _whole(high):
+            return key.integers(torch.minimum(low, high), high, slot)  # a short document may end before `low`
+        return low + (high - low) * key.uniform(slot)
 
     def reach(self, most: Any = None) -> Any:
         return most if self.high is None else self.high
@@ -87,28 +91,10 @@ class Range(Law):
         return self.low, self.high
 
 
-@LAWS.register("uniform")
-@dataclass(frozen=True)
-class Uniform(Range):
-    """U[low, high], or U{low .. high} of integers.
-
-    Args:
-        low: smallest number.
-        high: largest number; None, where integers are drawn, is as far as the document allows.
-    """
-
-    def between(self, low: End, high: End, key: DrawKey, slot: int) -> torch.Tensor:
-        if _whole(high):
-            return key.integers(torch.minimum(low, high), high, slot)  # a short document may end before `low`
-        return low + (high - low) * key.uniform(slot)
-
-
 @LAWS.register("log-uniform")
 @dataclass(frozen=True)
-class LogUniform(Range):
-    """exp U[ln low, ln high], or integers with P(y) = ln(1 + 1 / y) / ln((high + 1) / low).
-
-    Each doubling has the same share.
+class LogUniform(Uniform):
+    """exp U[ln low, ln high], or integers with P(y) = ln(1 + 1 / y) / ln((high + 1) / low): doublings are as likely.
 
     Args:
         low: smallest number, above 0.
@@ -129,9 +115,14 @@ class LogUniform(Range):
         return torch.minimum((least * ((high.double() + 1) / least).pow(u)).long(), high)
 
 
+@LAWS.register("discrete")
 @dataclass(frozen=True)
-class Values(Law):
-    """Base of laws on a few numbers."""
+class Discrete(Law):
+    """One of `values`, all equally likely.
+
+    Args:
+        values: one or more numbers.
+    """
 
     values: Sequence[float]
 
@@ -151,7 +142,7 @@ class Values(Law):
 
     def which(self, key: DrawKey, slot: int) -> torch.Tensor:
         """Index of the value that is drawn."""
-        raise NotImplementedError
+        return key.integers(0, len(self.values) - 1, slot)
 
     def reach(self, most: Any = None) -> Any:
         return max(self.values)
@@ -161,22 +152,9 @@ class Values(Law):
         return tuple(self.values)
 
 
-@LAWS.register("discrete")
-@dataclass(frozen=True)
-class Discrete(Values):
-    """One of `values`, all equally likely.
-
-    Args:
-        values: one or more numbers.
-    """
-
-    def which(self, key: DrawKey, slot: int) -> torch.Tensor:
-        return key.integers(0, len(self.values) - 1, slot)
-
-
 @LAWS.register("cycling")
 @dataclass(frozen=True)
-class Cycling(Values):
+class Cycling(Discrete):
     """`values` in turn, one for each optimizer step with all its documents.
 
     Args:
@@ -200,8 +178,8 @@ class Curriculum(Law):
         return self.law.numbers
 
     def options(self) -> dict[str, Any]:
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "law"}  # type: ignore[arg-type]
-        return {**self.law.options(), "curriculum": self.name, **own}
+        own = super().options()
+        return {**own.pop("law").options(), "curriculum": self.name, **own}
 
 
 @CURRICULA.register("linear")
@@ -214,13 +192,13 @@ class Linear(Curriculum):
         start: `high` at p = 0, where `low` stays but is never above it; or [low, high].
     """
 
-    law: Range
+    law: Uniform
     start: float | Sequence[float]
 
     def __post_init__(self) -> None:
-        start: Any = self.start
-        if not isinstance(self.law, Range):
+        if not isinstance(self.law, Uniform):
             raise ValueError(f"curriculum 'linear' moves a range, of Uniform or LogUniform, got law={self.law!r}.")
+        start: Any = self.start
         if isinstance(start, Sequence):
             if len(start) != 2 or start[0] > start[1]:
                 raise ValueError(f"curriculum 'linear': start must be a number or [low, high], got {start!r}.")
@@ -239,7 +217,7 @@ class Linear(Curriculum):
 
     @property
     def numbers(self) -> tuple[float | None, ...]:
-        return *super().numbers, *self._start
+        return *self.law.numbers, *self._start
 
     @property
     def _start(self) -> tuple[float, ...]:
@@ -260,7 +238,7 @@ class Step(Curriculum):
     until: float = 0.5
 
     def __post_init__(self) -> None:
-        if not isinstance(self.law, Range | Values):
+        if not isinstance(self.law, Law) or isinstance(self.law, Curriculum):
             raise ValueError(f"curriculum 'step': law must be one of {', '.join(LAWS)}, got {self.law!r}.")
         if not 0 < self.until < 1:
             raise ValueError(f"curriculum 'step': until must be in (0, 1), got {self.until!r}.")
@@ -292,7 +270,7 @@ def reach(value: float | Law, most: Any = None) -> Any:
 def share_off(value: float | Law, other: float) -> float:
     """Probability that a real number is not `other`; under a curriculum that of its law."""
     law = value.law if isinstance(value, Curriculum) else value
-    if isinstance(law, Range):
+    if isinstance(law, Uniform):
         return 1.0
     values = law.numbers if isinstance(law, Law) else (law,)
     return sum(each != other for each in values) / len(values)
@@ -311,23 +289,17 @@ def with_laws(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _law_of(options: dict[str, Any]) -> Law:
-    given = dict(options)
-    name, curriculum = given.pop("law", "uniform"), given.pop("curriculum", None)
+    given = {"law": "uniform", **options}
+    name, curriculum = given.pop("law"), given.pop("curriculum", None)
     require_known("law", LAWS, name)
-    owner, allowed, own = f"law {name!r}", [f.name for f in fields(LAWS[name])], []
+    owner, own = f"law {name!r}", {}
     if curriculum is not None:
         require_known("curriculum", CURRICULA, curriculum)
-        owner = f"{owner} with curriculum {curriculum!r}"
-        own = [f.name for f in fields(CURRICULA[curriculum]) if f.name != "law"]
-    for option in given:
-        if option not in allowed + own:
-            raise unknown("option", option, allowed + own, of=owner)
-    law: Law = from_options(LAWS[name], owner, {option: given[option] for option in given if option in allowed})
-    if curriculum is None:
-        return law
-    of_curriculum = {option: given[option] for option in given if option in own}
-    changing: Law = from_options(CURRICULA[curriculum], owner, {"law": law, **of_curriculum})
-    return changing
+        names = [f.name for f in fields(CURRICULA[curriculum]) if f.name != "law"]
+        owner += f" with curriculum {curriculum!r}, which has {', '.join(names)}"
+        own = {option: given.pop(option) for option in names if option in given}
+    law: Law = from_options(LAWS[name], owner, given)
+    return law if curriculum is None else from_options(CURRICULA[curriculum], owner, {"law": law, **own})
 
 
 def _whole(end: End) -> bool:

@@ -64,7 +64,7 @@ integer_laws = st.sampled_from(
 )  # fmt: skip
 factor_laws = st.sampled_from(
     [
-        Uniform(0.25, 4), LogUniform(0.5, 1.5), Discrete([0.5, 1, 4]), Cycling([1, 4]), Step(Uniform(0.5, 4), until=0.3),
+        Uniform(0.25, 4), LogUniform(0.5, 1.5), Discrete([0.5, 1, 4]), Cycling([1, 4]), Step(Uniform(0.5, 4)),
         Linear(Uniform(1, 4), start=[0.25, 0.5]),
     ]
 )  # fmt: skip

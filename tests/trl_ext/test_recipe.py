@@ -32,7 +32,7 @@ def parse(tmp_path):
     [
         ("vew: skip", "Unknown key 'vew' of {file}. Did you mean 'view'"),
         ("view: skip\nlearning-rate: 1.0e-5", "Unknown key 'learning-rate' of {file}. Did you mean 'learn"),
-        ("view_arg: {skip: {law: uniform, high: 3}}", "Did you mean 'view_args' or 'view'"),
+        ("view_arg: {skip: 3}", "Did you mean 'view_args' or 'view'"),
         ("zzzz: 1", "Unknown key 'zzzz' of {file}. --help-all explains each."),
         ("help: 1", "Unknown key 'help' of {file}."),
         ("on: 1", "Unknown key True of {file}."),
@@ -143,11 +143,9 @@ lora_target_modules: all-linear
 eval_strategy: 'no'
 datasets: [{path: json, split: train}]
 """
-    _, training, model, data = parse(
-        recipe, *ON_CPU, "--view_args", '{"skip": {"law": "uniform", "high": 3}}', "--logging-steps", "5"
-    )
+    _, training, model, data = parse(recipe, *ON_CPU, "--view_args", '{"skip": 3}', "--logging-steps", "5")
     assert os.environ.pop("ROPE_PATCH_TEST") == "1"
-    assert training.view_args == {"skip": {"law": "uniform", "high": 3}} and training.logging_steps == 5
+    assert training.view_args == {"skip": 3} and training.logging_steps == 5
     assert (training.learning_rate, training.max_steps, training.packing) == (1e-4, 7, False)
     assert model.lora_target_modules == "all-linear" and data.datasets[0].path == "json"
 

@@ -17,6 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from rope_patch import describe, load_adapter, patch_model
 from rope_patch.draws import DrawKey
+from rope_patch.methods import resolve_view
 from rope_patch.patch import view_source
 from rope_patch.views import Cyclic, Linear, PosAug, PoSE, Skip, Standard, Step, Uniform
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
@@ -348,15 +349,13 @@ def test_a_wrong_config_stops_before_a_model_is_loaded(options, message, tmp_pat
         RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
-def test_options_come_as_json_from_a_command_line(tmp_path):
-    args = RopeSFTConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        view="skip",
-        view_args='{"skip": {"law": "uniform", "high": 9}}',
-    )
-    assert args.view_args == {"skip": Uniform(1, 9)}
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [('{"skip": 9}', {"skip": 9}), ({"skip": Uniform(1, 9)}, {"skip": {"law": "uniform", "low": 1, "high": 9}})],
+)
+def test_options_come_as_json_or_objects_and_are_kept_as_json(given, kept, tmp_path):
+    args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, view="skip", view_args=given)
+    assert args.view_args == kept and args.make_view() == resolve_view("skip", kept)
 
 
 def test_a_patch_that_fails_leaves_the_model_as_it_came(tmp_path):

@@ -593,9 +593,7 @@ def test_a_model_by_name_is_loaded_as_trl_loads_it(tmp_path):
     same(*map(after, runs))
 
 
-@pytest.mark.parametrize(
-    "view", [{}, {"view": "skip", "view_args": {"skip": Uniform(1, 40)}}], ids=["standard", "skip"]
-)
+@pytest.mark.parametrize("view", [{}, {"view": "skip", "view_args": {"skip": 40}}], ids=["standard", "skip"])
 def test_a_compute_loss_of_ones_own_runs_under_the_view(view, tmp_path):
     """It gets what TRL's collator makes and nothing else, and forwards draw by step and document all the same."""
 

@@ -8,19 +8,7 @@ from datasets import Dataset
 from support.training import documents, trainer
 
 from rope_patch.document_lengths import document_lengths
-from rope_patch.views import (
-    Compose,
-    Cyclic,
-    EndPrompt,
-    LongRecipe,
-    Mix,
-    PerLayer,
-    PosAug,
-    PoSE,
-    Skip,
-    Standard,
-    Uniform,
-)
+from rope_patch.views import Compose, Cyclic, EndPrompt, LongRecipe, Mix, PerLayer, PosAug, PoSE, Skip, Standard
 from trl_ext import training_set
 from trl_ext.training_set import document_tokens
 from trl_ext.view_effect import require_effect_on
@@ -38,7 +26,7 @@ NOTHING = {
     "turns that cancel": (Compose([Cyclic(shift=6), Cyclic(shift=6)]), [12], True),
     "by layer": (PerLayer(EndPrompt(target=12, cue_tokens=3), "top"), [12], True),
     "one token": (Skip(), [1], True),
-    "one view of a mix": (Mix([Skip(skip=Uniform(1, 9)), EndPrompt(target=12, cue_tokens=3)]), [12], True),
+    "one view of a mix": (Mix([Skip(skip=9), EndPrompt(target=12, cue_tokens=3)]), [12], True),
 }
 SOMETHING = {
     "one token of cue, which the loss reads": (EndPrompt(target=64, cue_tokens=1), [12, 20], True),
@@ -63,7 +51,7 @@ NOTHING_BY_TOKENS = {
     "no sentence ends within": (SENTENCES, [[1, 2, 3], [1, 2, 3, 9], [4, 5]], True),
     "a sentence of one token at the end": (SENTENCES, [[1, 2, 9, 3]], False),
     "by layer": (PerLayer(CUES, "top"), [[1, 2, 3, 4]], True),
-    "one view of a mix": (Mix([Skip(skip=Uniform(1, 9)), CUES]), [[1, 2, 3, 4]], True),
+    "one view of a mix": (Mix([Skip(skip=9), CUES]), [[1, 2, 3, 4]], True),
     "undone": (Compose([CUES, Skip(split=2, skip=-60)]), [[1, 2, 6, 7]], True),
 }
 SOMETHING_BY_TOKENS = {

@@ -95,14 +95,8 @@ def test_a_new_base_promises_the_target_and_the_rows(tmp_path):
     ("view", "reach"),
     [
         ({"view": "skip", "view_args": FAR}, 23 + 1000),
-        (
-            {"view": "skip", "view_args": FAR, "rescale": "yarn", "rescale_args": {"factor": 2.0}},
-            1023,
-        ),
-        (
-            {"view": "skip", "view_args": FAR, "rescale": "abf", "rescale_args": {"theta": 1e6}},
-            1023,
-        ),
+        ({"view": "skip", "view_args": FAR, "rescale": "yarn", "rescale_args": {"factor": 2.0}}, 1023),
+        ({"view": "skip", "view_args": FAR, "rescale": "abf", "rescale_args": {"theta": 1e6}}, 1023),
         ({"view": "posaug"}, 8 * 23),
         ({"view": "rpe", "view_args": {"max_index": 512}}, 511),
         ({"view": "dilation", "view_args": {"factor": Uniform(0.5, 4.0)}}, 4 * 23),

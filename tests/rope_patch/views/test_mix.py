@@ -6,20 +6,8 @@ from support.views import Case, behind_skip
 
 from rope_patch.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
-from rope_patch.views import (
-    VIEWS,
-    Compose,
-    EndPrompt,
-    LongRecipe,
-    Mix,
-    PerLayer,
-    PosAug,
-    PoSE,
-    Skip,
-    Standard,
-    Step,
-    Uniform,
-)
+from rope_patch.views import VIEWS, Compose, EndPrompt, LongRecipe, Mix, PerLayer, PosAug, PoSE, Skip, Standard
+from rope_patch.views.laws import Step, Uniform
 
 
 def _mixed(t, n, drawn):
