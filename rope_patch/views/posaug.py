@@ -24,7 +24,8 @@ class PosAug(View):
     alpha is scaling all frequencies by alpha, so a step with alpha > 1 trains on angles of a window alpha times longer.
 
     Args:
-        alpha: a factor above 0, or its law. Of the default, U[1/8, 8], only 11 % of the steps have alpha < 1.
+        alpha: a factor above 0, or its law, in a recipe `{law: log-uniform, low: 0.125, high: 8}`. Under the default,
+            U[1/8, 8], only 11 % of the steps have alpha < 1.
         granularity: what shares an alpha: a "step", a "micro-batch" or a "sample", that is, a document. A micro-batch
             is the documents of one forward, known by the first of them: it alone depends on how a step is divided into
             micro-batches and over ranks.

@@ -21,7 +21,8 @@ class Skip(View):
     Args:
         split: s, in tokens, below L, by default one of 0 .. L - 1; at 0 the whole document would move, which RoPE does
             not see.
-        skip: y, in positions, by default one of 1 .. L; negative ones move the suffix back over the prefix.
+        skip: y, in positions, by default one of 1 .. L, others e.g. by LogUniform(1, 65536), in a recipe
+            `{law: log-uniform, high: 65536}`; negative ones move the suffix back over the prefix.
 
     When: Take it first: short rows then show distances far beyond their own length.
 
