@@ -18,6 +18,7 @@ from rope_patch import load_adapter, patch_model
 from rope_patch.rotary import find_decoder
 from rope_patch.state import state_of
 from rope_patch.views import Discrete, PosAug, Uniform, View
+from rope_patch.views.base import as_recipe
 from trl_ext import RopeSFTConfig
 from trl_ext.method_record import RECORD_NAME
 
@@ -60,7 +61,7 @@ OTHERS = [
     (
         {"view": "compose", "view_args": COMPOSE},
         {"view": "compose", "view_args": {"views": COMPOSE["views"][::-1]}},
-        "view_args.views=[{'view': 'skip', 'split': None",
+        "view_args.views=[{'view': 'skip', 'split': {'law': 'uniform', 'low': 0}",
         "view_args.views=[{'view': 'posaug'",
     ),
     ({**SKIP, "seed": 3}, {**SKIP, "seed": 4}, "view_seed=3", "view_seed=4"),
@@ -161,7 +162,7 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
         ),
         (
             {"view": "compose", "view_args": COMPOSE},
-            {"view": "compose", "view_args": json.dumps(COMPOSE)},
+            {"view": "compose", "view_args": json.dumps(as_recipe(COMPOSE))},
         ),
         ({"seed": 3, "data_seed": 1}, {"seed": 4, "data_seed": 1, "view_args": {}}),
         (
