@@ -6,6 +6,7 @@ from .base.registry import refuse_name_of, resolve
 from .rescalings import RESCALINGS, Rescaling
 from .views import VIEWS, View
 from .views.by_name import find_view, resolve_view
+from .views.laws import with_laws
 
 __all__ = ["find_view", "list_methods", "resolve_method", "resolve_rescaling", "resolve_view"]
 
@@ -21,7 +22,7 @@ def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | Non
     Raises:
         ValueError: unknown name or option, a required option that is missing, or a value out of its range.
     """
-    resolved = resolve("method", {**RESCALINGS, **VIEWS}, (View, Rescaling), method, options)
+    resolved = resolve("method", {**RESCALINGS, **VIEWS}, (View, Rescaling), method, with_laws(options or {}))
     assert isinstance(resolved, View | Rescaling)
     return resolved
 

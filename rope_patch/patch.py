@@ -58,7 +58,7 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
 
     Args:
         model: any Transformers causal LM with RoPE, in any dtype or quantised, bare or wrapped by PEFT.
-        method: a name from `list_methods()`, or an instance such as `Skip(max_skip=4096)`.
+        method: a name from `list_methods()`, or an instance such as `Skip(skip=Uniform(1, 4096))`.
         seed: of a view's draws, which depend on (seed, step, sample) alone.
         when: "train" samples a view in forwards of a model in training mode only, "always" in all.
         **options: arguments of the method, if it is given by name.

@@ -15,7 +15,7 @@ from trl import SFTConfig
 from rope_patch.methods import find_view, resolve_rescaling, resolve_view
 from rope_patch.rescalings import RESCALINGS, Rescaling
 from rope_patch.views import View
-from rope_patch.views.base import TRUE_POSITIONS
+from rope_patch.views.base import TRUE_POSITIONS, as_recipe
 
 from .data.cues import require_cue, views_with_cues
 from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
@@ -62,7 +62,7 @@ class RopeSFTConfig(SFTConfig):
             "native-distill" its predictions, under the sampled view, with a next-token loss beside.
         objective_args: its options, e.g. `{"kl_weight": 0.5}`; `rope-patch methods NAME` explains those of each.
         view: view to sample in every training forward, by name; "standard" changes nothing.
-        view_args: its options, e.g. `{"max_skip": 32768}`.
+        view_args: its options, e.g. `{"skip": {"law": "uniform", "high": 32768}}`.
         view_seed: seed of the view's draws; None takes `seed`.
         trainable: without adapters, "all" trains every weight, "qkv" the projections to queries, keys and values only.
         shifted_attention: LongLoRA: in training each head attends within groups of this share of `max_length` tokens,
@@ -114,7 +114,8 @@ class RopeSFTConfig(SFTConfig):
         },
     )
     view_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of the view as a JSON object, e.g. '{\"max_skip\": 32768}'."}
+        default=None,
+        metadata={"help": 'Options of the view as a JSON object, e.g. {"skip": {"law": "uniform", "high": 32768}}.'},
     )
     view_seed: int | None = field(default=None, metadata={"help": "Seed of the view's draws. None: the same as seed."})
     trainable: Literal["all", "qkv"] = field(
@@ -162,6 +163,7 @@ class RopeSFTConfig(SFTConfig):
         # a wrong name or option stops here, before a model is loaded
         if self.make_rescaling() is None and self.rescale_args:
             raise ValueError(f"rescale_args needs rescale, the name of the rescaling; got {self.rescale_args}.")
+        self.view_args = as_recipe(self.view_args)  # which reports and records can write
         if self.view == TRUE_POSITIONS and self.view_args:
             raise ValueError(f"view_args needs view, the name of the view; got {self.view_args}.")
         self._check_data()

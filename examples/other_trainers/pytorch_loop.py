@@ -9,6 +9,7 @@ import torch
 from tiny_model import TEXT, load, parse_arguments
 
 from rope_patch import describe, patch_model, unpatch_model
+from rope_patch.views import Uniform
 from trl_ext.cli.user_errors import run_command
 
 
@@ -16,7 +17,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__.partition("\n")[0])
     model, tokenizer = load(arguments.model)
 
-    patch_model(model, "skip", max_skip=4096)  # the one line
+    patch_model(model, "skip", skip=Uniform(1, 4096))  # the one line
 
     print(describe(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -10,6 +10,7 @@ from tiny_model import TEXT, load, parse_arguments
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from rope_patch import patch_model
+from rope_patch.views import Uniform
 from trl_ext.cli.user_errors import run_command
 
 
@@ -18,7 +19,7 @@ def main() -> None:
     model, tokenizer = load(arguments.model)
     rows = Dataset.from_list([{"text": TEXT}] * 8).map(lambda row: tokenizer(row["text"]), remove_columns="text")
 
-    patch_model(model, "skip", max_skip=4096)  # the one line
+    patch_model(model, "skip", skip=Uniform(1, 4096))  # the one line
 
     trainer = Trainer(
         model=model,

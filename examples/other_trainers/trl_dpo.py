@@ -14,6 +14,7 @@ from tiny_model import TEXT, load, parse_arguments
 from trl import DPOConfig, DPOTrainer
 
 from rope_patch import patch_model
+from rope_patch.views import Uniform
 from trl_ext.cli.user_errors import run_command
 
 PAIR = {"prompt": TEXT, "chosen": " and was read all the same", "rejected": " a word a word a word"}
@@ -23,7 +24,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__.partition("\n")[0])
     model, tokenizer = load(arguments.model)
 
-    patch_model(model, "skip", max_skip=4096)  # the one line
+    patch_model(model, "skip", skip=Uniform(1, 4096))  # the one line
 
     trainer = DPOTrainer(
         model=model,

@@ -25,9 +25,10 @@ class Method:
     long: float = 0.0
 
 
-def skip_distillation(max_skip: int, **view_args: Any) -> dict[str, Any]:
+def skip_distillation(max_skip: int, law: str = "uniform", **curriculum: Any) -> dict[str, Any]:
     """Fields of RopeSFTConfig: the model's own predictions at true positions teach those under a skip."""
-    return {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": max_skip, **view_args}}
+    skip = {"law": law, "high": max_skip, **curriculum}
+    return {"objective": "self-distill", "view": "skip", "view_args": {"skip": skip}}
 
 
 def methods(window: int, target: int, cue: int) -> dict[str, Method]:
@@ -40,7 +41,7 @@ def methods(window: int, target: int, cue: int) -> dict[str, Method]:
     """
     end = {"view": "endprompt", "view_args": {"target": target}, "cue": CUE}
     at_random = {"view_args": {"target": target, "placement": "random"}}
-    factor = target / window
+    alpha = {"law": "uniform", "low": window / target, "high": target / window}
     return {
         "none": Method(None, window, window),
         "full length": Method({}, target, target),
@@ -50,7 +51,7 @@ def methods(window: int, target: int, cue: int) -> dict[str, Method]:
         "pose": Method(
             {"view": "pose", "view_args": {"target": target, "window": window}}, min(4 * window, target), window
         ),
-        "posaug": Method({"view": "posaug", "view_args": {"low": 1 / factor, "high": factor}}, window, window),
+        "posaug": Method({"view": "posaug", "view_args": {"alpha": alpha}}, window, window),
         "skip distil": Method(skip_distillation(target - window), window, window),
         "longrecipe": Method({"view": "longrecipe", "view_args": {"target": target}}, window, window),
     }
@@ -65,8 +66,9 @@ def combinations(window: int, target: int) -> dict[str, Method]:
     """
     far, factor = target - window, target / window
     skip = skip_distillation(far)
-    by_rows = {"low": 1 / factor, "high": factor, "granularity": "sample"}
-    scaled = {**by_rows, "law": "log-uniform"}
+    alphas = {"low": 1 / factor, "high": factor}
+    by_rows = {"alpha": {"law": "uniform", **alphas}, "granularity": "sample"}
+    scaled = {"alpha": {"law": "log-uniform", **alphas}, "granularity": "sample"}
 
     def with_args(**args: Any) -> dict[str, Any]:
         return {**skip, "objective_args": args}
@@ -94,7 +96,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
         "skip and posaug kl": {
             "objective": "self-distill",
             "view": "compose",
-            "view_args": {"views": [{"view": "skip", "max_skip": far}, {"view": "posaug", **scaled}]},
+            "view_args": {"views": [{"view": "skip", **skip["view_args"]}, {"view": "posaug", **scaled}]},
         },
         "restore and extend": {**skip, "objective_args": {"restore": {"every": 4}}},
     }

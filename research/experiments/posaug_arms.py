@@ -34,32 +34,35 @@ def arms(window: int, retrofit: float = 0.1) -> dict[str, Arm]:
     posaug: dict[str, Any] = {"view": "posaug"}
     far = 7 * window
     of_rows = {"granularity": "sample"}
+    alpha: dict[str, Any] = {"law": "uniform", "low": 1 / 8, "high": 8.0}
+    step = {**alpha, "curriculum": "step"}
+    skip = {"law": "uniform", "high": far}
     scratch = {
         "baseline": Arm(),
         "uniform": Arm("posaug"),
-        "log-uniform": Arm("posaug", {"law": "log-uniform"}),
-        "downscale-only": Arm("posaug", {"high": 1.0}),
-        "upper-only": Arm("posaug", {"low": 1.0}),
-        "step": Arm("posaug", {"curriculum": "step"}),
+        "log-uniform": Arm("posaug", {"alpha": {**alpha, "law": "log-uniform"}}),
+        "downscale-only": Arm("posaug", {"alpha": {**alpha, "high": 1.0}}),
+        "upper-only": Arm("posaug", {"alpha": {**alpha, "low": 1.0}}),
+        "step": Arm("posaug", {"alpha": step}),
         # ours: an alpha for each row, and skips that reach as far
         "uniform, rows": Arm("posaug", of_rows),
-        "step, rows": Arm("posaug", {**of_rows, "curriculum": "step"}),
-        "skip": Arm("skip", {"max_skip": far}),
-        "skip, log": Arm("skip", {"max_skip": far, "law": "log-uniform"}),
-        "step 1/16..16": Arm("posaug", {"low": 1 / 16, "high": 16.0, "curriculum": "step"}),
+        "step, rows": Arm("posaug", {**of_rows, "alpha": step}),
+        "skip": Arm("skip", {"skip": skip}),
+        "skip, log": Arm("skip", {"skip": {**skip, "law": "log-uniform"}}),
+        "step 1/16..16": Arm("posaug", {"alpha": {**step, "low": 1 / 16, "high": 16.0}}),
         "bottom": Arm("per-layer", {"view": posaug, "layers": "bottom"}),
         "top": Arm("per-layer", {"view": posaug, "layers": "top"}),
         "independent": Arm("per-layer", {"view": posaug, "layers": "independent"}),
         "rpe": Arm("rpe", {"max_index": 8 * window}),
-        "fixed-4": Arm("posaug", {"low": 4.0, "high": 4.0}),
-        "discrete": Arm("posaug", {"law": "discrete"}),
+        "fixed-4": Arm("posaug", {"alpha": 4.0}),
+        "discrete": Arm("posaug", {"alpha": {"law": "discrete", "values": [1.0, 2.0, 4.0, 8.0]}}),
         "random-base": Arm("random-base"),
     }
     trained_on = {
         "continued": Arm(steps=retrofit, after="baseline"),  # the control: as many steps more without a view
         "retrofit": Arm("posaug", steps=retrofit, after="baseline"),
         "retrofit, rows": Arm("posaug", of_rows, retrofit, "baseline"),
-        "retrofit, skip": Arm("skip", {"max_skip": far}, retrofit, "baseline"),
+        "retrofit, skip": Arm("skip", {"skip": skip}, retrofit, "baseline"),
     }
     known: dict[str, Arm] = {}
     for name, arm in {"baseline": scratch["baseline"], **trained_on, **scratch}.items():

@@ -51,8 +51,8 @@ def arms(row: int, noise: float = 1.6, dropout: float = 0.01) -> dict[str, Arm]:
         "skip, lambda .2": Arm({**SKIP, "objective_args": {"kl_weight": 0.2}}),
         "skip, lambda .5": Arm({**SKIP, "objective_args": {"kl_weight": 0.5}}),
         "skip, lambda 2": Arm({**SKIP, "objective_args": {"kl_weight": 2.0}}),
-        "skip, Y = L/2": Arm({**SKIP, "view_args": {"max_skip": row // 2}}),
-        "skip, Y = 2 L": Arm({**SKIP, "view_args": {"max_skip": 2 * row}}),
+        "skip, Y = L/2": Arm({**SKIP, "view_args": {"skip": {"law": "uniform", "high": row // 2}}}),
+        "skip, Y = 2 L": Arm({**SKIP, "view_args": {"skip": {"law": "uniform", "high": 2 * row}}}),
         "cyclic": Arm({**SELF, "view": "cyclic"}),
         # of a KL about as large as the skip's here: over its training dropout of .01 had .37 nats, the skip .32.
         # Noise of .5 had a tenth of the skip's before training, and its KL grows with the square of its strength.

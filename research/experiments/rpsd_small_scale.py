@@ -88,7 +88,7 @@ def arms(long: int) -> dict[str, dict[str, Any] | None]:
             "gradient_checkpointing": True,
         },
         "skip + longce": {**SKIP, **LONGCE},
-        "skip, Y = 3 L": {**SKIP, "view_args": {"max_skip": 3 * long}},
+        "skip, Y = 3 L": {**SKIP, "view_args": {"skip": {"law": "uniform", "high": 3 * long}}},
     }
 
 

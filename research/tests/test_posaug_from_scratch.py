@@ -151,7 +151,9 @@ def test_arms_that_start_from_others_are_known_behind_them():
     for place, (name, arm) in enumerate(known.items()):
         assert arm.after is None or arm.after in list(known)[:place], name
         assert not arm.yarn or (arm.steps, arm.view) == (0, "standard")
-    assert known["step 1/16..16"] == Arm("posaug", {"low": 1 / 16, "high": 16.0, "curriculum": "step"})
+    assert known["step 1/16..16"] == Arm(
+        "posaug", {"alpha": {"law": "uniform", "low": 1 / 16, "high": 16.0, "curriculum": "step"}}
+    )
 
 
 def by_hand(model, ids, index, sees):

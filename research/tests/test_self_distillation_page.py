@@ -381,7 +381,7 @@ SMALL_SCALE = {
     "LongCE": "longce",
     "PoSE, as RPSD's baseline": "pose baseline",
     "RPSD, skip": "skip",
-    "RPSD, skip up to three rows, `max_skip=24576`": "skip, Y = 3 L",
+    "RPSD, skip up to three rows, 24576": "skip, Y = 3 L",
     "RPSD, cyclic": "cyclic",
     "RPSD, fixed skip": "fixed skip",
     "dilation as the view": "dilation",

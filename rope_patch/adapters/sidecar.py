@@ -169,16 +169,10 @@ def always_view_of(specification: dict[str, Any]) -> tuple[View, int] | None:
 def _options_of(view: View) -> dict[str, Any] | None:
     """The options of a view as JSON values, of which an equal one can be made; None if there are none such."""
     try:
-        options = json.loads(json.dumps(view.options(), default=_as_recipe))
+        options = json.loads(json.dumps(view.options()))
         return options if resolve_view(view.name, options) == view else None
     except (TypeError, ValueError):
         return None
-
-
-def _as_recipe(value: object) -> dict[str, Any]:
-    if not isinstance(value, View):
-        raise TypeError(f"{value!r} has no form in JSON.")
-    return {"view": value.name, **value.options()}
 
 
 def require_rope_of_adapter(directory: Path, state: "RopeState") -> None:

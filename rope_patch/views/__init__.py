@@ -10,6 +10,7 @@ from .cream import Cream
 from .cyclic import Cyclic
 from .dilation import Dilation
 from .endprompt import EndPrompt
+from .laws import Cycling, Discrete, Law, Linear, LogUniform, Step, Uniform
 from .longrecipe import LongRecipe
 from .mix import Mix
 from .nope import NoPE
@@ -28,8 +29,13 @@ __all__ = [
     "Compose",
     "Cream",
     "Cyclic",
+    "Cycling",
     "Dilation",
+    "Discrete",
     "EndPrompt",
+    "Law",
+    "Linear",
+    "LogUniform",
     "LongRecipe",
     "Mix",
     "NoPE",
@@ -39,6 +45,8 @@ __all__ = [
     "RandomBase",
     "Skip",
     "Standard",
+    "Step",
     "TrainingText",
+    "Uniform",
     "View",
 ]

@@ -10,6 +10,7 @@ import torch
 from ..base.draws import DrawKey
 from ..base.registry import VIEWS as VIEWS
 from ..layout.documents import Documents
+from .laws import Curriculum, Law
 
 TRUE_POSITIONS = "standard"
 """Name of the view that changes nothing, which stands for having none."""
@@ -60,7 +61,6 @@ class View:
 
     name: ClassVar[str]
     perturbs: ClassVar[bool] = True  # False: `rope_index` is t whatever is drawn
-    conditional: ClassVar[tuple[str, ...]] = ()  # options that are None where no other option lets anything read them
     synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
     cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the card of a model that was made with it
     cue_option: ClassVar[str | None] = None  # the option that says what documents end with; a trainer's `cue` sets it
@@ -245,7 +245,7 @@ class View:
     @property
     def follows_progress(self) -> bool:
         """Whether draws depend on the progress of training, which somebody then has to tell the clock."""
-        return False
+        return any(isinstance(value, Curriculum) for value in vars(self).values())
 
     @property
     def layerwise(self) -> bool:
@@ -314,10 +314,20 @@ class View:
             local: the layers that stay at true positions, unless the view `names_layers`.
         """
 
-    def options(self) -> dict[str, object]:
-        """The arguments that make an equal view."""
-        every = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        return {name: value for name, value in every.items() if value is not None or name not in self.conditional}
+    def options(self) -> dict[str, Any]:
+        """The arguments that make an equal view, as a recipe has them."""
+        return {f.name: as_recipe(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+
+
+def as_recipe(value: Any) -> Any:
+    """An option with dictionaries for the views and laws in it, from which `resolve_view` makes equal ones."""
+    if isinstance(value, View):
+        return {"view": value.name, **value.options()}
+    if isinstance(value, Law):
+        return value.options()
+    if isinstance(value, dict):
+        return {name: as_recipe(entry) for name, entry in value.items()}
+    return type(value)(map(as_recipe, value)) if isinstance(value, list | tuple) else value
 
 
 def title(owner: object) -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 from ..base.registry import RESCALINGS, VIEWS, refuse_name_of, require_known, resolve
 from .base import View
+from .laws import with_laws
 
 
 def find_view(name: str | View) -> type[View]:
@@ -27,6 +28,6 @@ def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> Vie
         ValueError: unknown name or option, a required option that is missing, or a value out of its range.
     """
     refuse_name_of(RESCALINGS, VIEWS, view)
-    resolved = resolve("view", VIEWS, (View,), view, options)
+    resolved = resolve("view", VIEWS, (View,), view, with_laws(options or {}))
     assert isinstance(resolved, View)
     return resolved

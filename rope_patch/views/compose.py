@@ -20,8 +20,8 @@ class Compose(Several):
     Example: `Compose([Skip(), PosAug()])` moves the suffix away and then scales all positions, the gap included.
 
     Args:
-        views: the views in the order in which they act, at least one; in a recipe `{view: skip, max_skip: 4096}` stands
-            for `Skip(max_skip=4096)` and `skip` for `Skip()`.
+        views: the views in the order in which they act, at least one; in a recipe `{view: skip, split: 512}` stands for
+            `Skip(split=512)` and `skip` for `Skip()`.
 
     When: Take it to combine views, such as a skip whose positions are then scaled.
 

@@ -1,17 +1,14 @@
 """Head and tail of a document at both ends of a long window, its middle anywhere between them."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 
 from ..base import papers
 from ..base.draws import DrawKey
 from .base import VIEWS, Parameters
-from .options import require_choice, require_int, require_number, settle
+from .options import require_int, require_number
 from .targeted import Targeted
-
-Law = Literal["uniform", "gaussian"]
 
 
 @VIEWS.register("cream")
@@ -24,15 +21,14 @@ class Cream(Targeted):
 
     - h is floor(n / 3) or 4 f, with probability 1/2 each: long ends for what is far in the middle, short ones for
       continuity; never more than n / 3.
-    - "uniform": e ~ U{n - h .. L - h - 1}.
-    - "gaussian": with a = floor(x), x of the normal law of mean 1 + f and deviation `sigma`, set to the end of [2, 2 f]
-      that it lies beyond, e ~ U{floor(h + (n - 2 h - 1) a / 2) .. floor(n a / 2) - h - 1}: a = 2 moves nothing, 2 f
-      leaves the most room, and the middle of the window is met most often.
+    - With a = floor(x), x of the normal law of mean 1 + f and deviation `sigma`, set to the end of [2, 2 f] that it
+      lies beyond, e ~ U{floor(h + (n - 2 h - 1) a / 2) .. floor(n a / 2) - h - 1}: a = 2 moves nothing, 2 f leaves the
+      most room, and the middle of the window is met most often (CREAM, LongReD-C).
+    - With sigma=None, e ~ U{n - h .. L - h - 1} (LongReD-U).
 
     Args:
         target: L, in positions.
-        law: of e, "uniform" (LongReD-U) or "gaussian" (LongReD-C).
-        sigma: of "gaussian", in units of n / 2, 5 by default; LongReD's code has 5 and CREAM's 3, both for a fixed f.
+        sigma: in units of n / 2, or None; LongReD's code has 5 and CREAM's 3, both for a fixed f.
 
     When: Take it to reproduce CREAM, or LongReD with objective 'hidden-distill'.
 
@@ -43,17 +39,12 @@ class Cream(Targeted):
     """
 
     target: int
-    law: Law = "gaussian"
-    sigma: float | None = None
-
-    conditional = ("sigma",)
+    sigma: float | None = 5.0
 
     cites = (papers.CREAM,)
 
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)
-        require_choice(self, "law", self.law, get_args(Law))
-        settle(self, "sigma", 5.0, read=self.law == "gaussian", by="law='gaussian'")
         if self.sigma is not None:
             require_number(self, "sigma", self.sigma)
 
@@ -64,11 +55,10 @@ class Cream(Targeted):
         factor, third = self.target // length, length // 3
         ends = torch.where(key.integers(0, 1, slot=0) == 0, third, torch.minimum(4 * factor, third))
         contiguous = length - ends - 1
-        if self.law == "uniform":
+        if self.sigma is None:
             highest = self.target - ends - 1
             last = key.integers(torch.minimum(contiguous + 1, highest), highest, slot=2)
         else:
-            assert self.sigma is not None
             u = key.uniform(slot=1).clamp(min=2.0**-54)  # of which the normal quantile is finite
             x = 1 + factor + self.sigma * torch.special.ndtri(u)
             a = torch.minimum(x.clamp(min=2), 2.0 * factor).clamp(min=2).floor().long()

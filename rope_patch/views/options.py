@@ -1,10 +1,9 @@
-"""Checks of what views are given: values, and whether anything reads them."""
-
-from collections.abc import Sequence
+"""Checks of what views are given."""
 
 import torch
 
 from .base import MAX_INDEX, title
+from .laws import Law
 
 
 def require_int(owner: object, name: str, value: int | None, low: int, high: int = MAX_INDEX) -> None:
@@ -37,37 +36,23 @@ def require_share(owner: object, name: str, value: object) -> None:
         raise ValueError(f"{title(owner)}: {name} must be in (0, 1), got {value!r}.")
 
 
-def require_numbers(owner: object, name: str, value: object) -> tuple[float, ...]:
-    """The numbers of a list as a tuple.
+def require_integers(owner: object, name: str, value: object, low: int) -> None:
+    """Raise unless `value` is an integer from `low` on, or a law of such."""
+    if isinstance(value, bool) or not isinstance(value, int | Law):
+        raise ValueError(
+            f"{title(owner)}: {name} must be an integer or a law, such as Uniform(1, 4096), in a recipe "
+            f"{{law: uniform, high: 4096}}, got {value!r}."
+        )
+    for number in value.numbers if isinstance(value, Law) else (value,):
+        require_int(owner, name, number, low)  # type: ignore[arg-type]
 
-    Raises:
-        ValueError: it is none, or one of them is no factor.
-    """
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{title(owner)}: {name} must be a list of numbers, got {value!r}.")
-    for number in value:
+
+def require_factors(owner: object, name: str, value: object) -> None:
+    """Raise unless `value` is a number that `require_number` takes, or a law of such."""
+    for number in value.numbers if isinstance(value, Law) else (value,):
+        if number is None:
+            raise ValueError(f"{title(owner)}: {name} needs a law with a largest number, `high`, got {value!r}.")
         require_number(owner, name, number)
-    return tuple(value)
-
-
-def settle(owner: object, name: str, default: object, *, read: bool, by: str) -> None:
-    """Give a conditional option that was left out its default where something reads it.
-
-    Args:
-        owner: a view in its making.
-        name: of the option, None if it was left out.
-        default: its value then.
-        read: whether something reads it.
-        by: what would, as the error says it.
-
-    Raises:
-        ValueError: it was given and nothing reads it.
-    """
-    value = getattr(owner, name)
-    if value is not None and not read:
-        raise ValueError(f"{title(owner)}: {name} is read with {by} alone, got {name}={value!r}: leave it out.")
-    if value is None and read:
-        object.__setattr__(owner, name, default)
 
 
 def require_effect(owner: object, effect: bool, why: str) -> None:
@@ -80,14 +65,6 @@ def require_choice(owner: object, name: str, value: object, allowed: tuple[objec
     """Raise unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{title(owner)}: {name} must be one of {allowed}, got {value!r}.")
-
-
-def require_range(owner: object, low: object, high: object) -> None:
-    """Raise unless 0 < low <= high and both are numbers that `require_number` takes."""
-    require_number(owner, "low", low)
-    require_number(owner, "high", high)
-    if low > high:  # type: ignore[operator]
-        raise ValueError(f"{title(owner)}: low must not exceed high, got low={low} and high={high}.")
 
 
 def require_indexable(owner: object, largest: float) -> None:

@@ -23,7 +23,7 @@ class PerLayer(View):
     """r_l(t) = v(t) in some layers l and t in the others, or v drawn anew for each layer.
 
     Args:
-        view: v; in a recipe `{view: posaug, high: 4}` stands for `PosAug(high=4)`.
+        view: v; in a recipe `{view: posaug, alpha: 4}` stands for `PosAug(4)`.
         layers: "bottom" or "top" half, the indices of layers, or "independent": all, with draws of their own. Layers
             given by their indices are moved even where they are local, of the others only those that are not.
 

@@ -79,7 +79,7 @@ def as_view(entry: object, owner: str) -> View:
         return resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
     if not isinstance(entry, View):
         raise ValueError(
-            f"view {owner!r} takes views such as Skip(max_skip=4096), in a recipe {{view: skip, max_skip: 4096}} or a "
-            f"name, got {entry!r}."
+            f"view {owner!r} takes views such as Skip(split=512), in a recipe {{view: skip, split: 512}} or a name, "
+            f"got {entry!r}."
         )
     return entry

@@ -48,9 +48,9 @@ def test_a_recipe_rescales_as_far_as_it_reads_and_names_the_window_of_its_model(
         read = 0 if settings.get("skip_extension") else EXTEND["max_length"]
         assert distil["max_length"] <= window, "the teacher's"
     else:
-        read = max(view.get("target", 0), settings["max_length"] + view.get("max_skip", 0))
+        read = max(view.get("target", 0), settings["max_length"] + view.get("skip", {}).get("high", 0))
         if settings["view"] == "posaug":
-            read = round(settings["max_length"] * view["high"])
+            read = round(settings["max_length"] * view["alpha"]["high"])
         elif settings["view"] == "pose":
             read = view["target"]  # rows are cut to windows
     assert read <= promised, f"positions up to {read} in a window of {promised}"

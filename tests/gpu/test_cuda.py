@@ -10,7 +10,7 @@ from rope_patch import native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.base.draws import DrawKey
 from rope_patch.forward.drawn_view import Batch
 from rope_patch.forward.sources import ViewSource
-from rope_patch.views import Cyclic, Dilation, PosAug, RandomBase, Skip
+from rope_patch.views import Cyclic, Cycling, Dilation, Discrete, Linear, PosAug, RandomBase, Skip, Step, Uniform
 
 pytestmark = pytest.mark.gpu
 L = 24
@@ -28,11 +28,11 @@ def test_draws_are_the_same_on_both_devices():
     "view",
     [
         PosAug(),
-        PosAug(law="cycling", curriculum="step"),
-        PosAug(law="discrete", granularity="sample"),
-        PosAug(curriculum="linear", granularity="micro-batch"),
+        PosAug(Step(Cycling([1, 2, 4, 8]))),
+        PosAug(Discrete([1, 2, 4, 8]), "sample"),
+        PosAug(Linear(Uniform(1 / 8, 8), start=[0.5, 2]), "micro-batch"),
         Skip(),
-        Skip(curriculum="linear"),
+        Skip(skip=Linear(Uniform(1), start=0)),
         Cyclic(),
         Dilation(),
         RandomBase(),

@@ -21,6 +21,7 @@ from rope_patch.losses import (
     ViewConsistency,
     ViewTape,
 )
+from rope_patch.views import Uniform
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 256}
@@ -34,7 +35,7 @@ def two_views(family, attention, dtype, data, one_pass, rounded_to):
         for parameter in model.parameters():
             parameter.mul_(0.35 if parameter.ndim > 1 else 1.0)
     model = model.to(rounded_to).to(dtype)
-    model = patch_model(model.cuda(), "skip", max_skip=40).train()
+    model = patch_model(model.cuda(), "skip", skip=Uniform(1, 40)).train()
     distiller = SelfDistiller(model, ViewConsistency(), one_pass=one_pass)
     assert distiller.one_pass == one_pass
     distiller.view.clock.set(3, 0)

@@ -42,7 +42,7 @@ def _same_places(model: PreTrainedModel) -> None:
 
 def _tripled(model: PreTrainedModel) -> None:
     """Multiply every index by three: another model, as sound as the first."""
-    patch_model(model, PosAug(3.0, 3.0), when="always")
+    patch_model(model, PosAug(3.0), when="always")
 
 
 MODES: dict[str, Callable[[PreTrainedModel], None]] = {

@@ -24,6 +24,7 @@ from rope_patch.checkpoints import tokenizer_window
 from rope_patch.export import PROGRAMS, writing
 from rope_patch.export.gguf import convert, require_runs
 from rope_patch.export.outcomes import OUTCOMES
+from rope_patch.views import Uniform
 from trl_ext.cli.model_spec import ModelSpec
 
 LONG = [1.0, 1.5, 3.0, 4.0]
@@ -767,7 +768,7 @@ def test_views_that_change_inference_are_refused(tmp_path):
     unpatch_model(model)
     with rope_view(model, "nope"), pytest.raises(ValueError, match="no checkpoint can say so"):
         export(model, tmp_path / "out")
-    export(patch_model(model, "skip", max_skip=8), tmp_path / "out")
+    export(patch_model(model, "skip", skip=Uniform(1, 8)), tmp_path / "out")
 
 
 def test_prompts_are_refused(tmp_path):

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from peft import LoraConfig, get_peft_model
 from support.tiny import tiny
+from rope_patch.views import Uniform
 from rope_patch import patch_model
 from rope_patch.patch import view_source
 from rope_patch.losses import (
@@ -95,7 +96,7 @@ def shard(model):
     fully_shard(model)
 
 
-PI, SKIP = ("pi", {"factor": 4.0}), ("skip", {"max_skip": 40})
+PI, SKIP = ("pi", {"factor": 4.0}), ("skip", {"skip": Uniform(1, 40)})
 for name, patches, make, adapters in [
     ("relation", [PI], relation, False),
     ("relation, tied", [PI], relation, False),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch import describe, list_methods, load_adapter, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.patch import view_source
-from rope_patch.views import Cyclic, PosAug, Skip
+from rope_patch.views import Cyclic, PosAug, Skip, Uniform
 
 L = 20
 
@@ -51,15 +51,14 @@ def test_patching_keeps_the_keys_of_the_state_dict():
 def test_describe_says_what_is_in_force():
     model = tiny()
     assert str(describe(model)).startswith("LlamaForCausalLM: not patched")
-    patch_model(patch_model(model, "yarn", factor=4.0), "skip", max_skip=99)
+    patch_model(patch_model(model, "yarn", factor=4.0), "skip", skip=Uniform(1, 99))
     text = str(describe(model))
     for part in (
         "LlamaForCausalLM: patched",
         f"yarn (rope_theta 10000.0, factor 4.0, original_max_position_embeddings {WINDOW})",
         "native          default (rope_theta 10000.0)",
         "yarn (factor 4.0)",
-        "Skip(split=None, skip=None, max_skip=99, law='uniform', ",
-        "start=None, until=None), sampled in training forwards",
+        "Skip(split=Uniform(low=0, high=None), skip=Uniform(low=1, high=99)), sampled in training forwards",
         f"trained window  {WINDOW} positions",
         f"target window   {4 * WINDOW} positions",
         "rotary_emb",
@@ -200,9 +199,7 @@ def test_compiled_gradients_under_checkpointing():
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize(
-    "view", [Skip(split=5, skip=30), Cyclic(shift=3), PosAug(low=0.5, high=0.5)], ids=lambda v: v.name
-)
+@pytest.mark.parametrize("view", [Skip(split=5, skip=30), Cyclic(shift=3), PosAug(0.5)], ids=lambda v: v.name)
 @torch.no_grad()
 def test_generation_sees_the_same_view_with_and_without_cache(view, cache):
     model = tiny()
@@ -239,7 +236,7 @@ def test_decoding_keeps_the_draws_that_filled_the_cache():
     ids = tokens(2, 12)
     with rope_view(model, Skip(), seed=4):
         whole = model(ids, use_cache=False).logits
-    with rope_view(model, Skip(max_skip=12), seed=4):
+    with rope_view(model, Skip(skip=Uniform(1, 12)), seed=4):
         out = model(ids[:, :11], use_cache=True)
         source = model.model._rope_patch.overrides.innermost()
         drawn = source.last.parameters["skip"].clone()

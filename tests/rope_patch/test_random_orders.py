@@ -32,13 +32,13 @@ from transformers import AutoModelForCausalLM
 from rope_patch import describe, load_adapter, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.patch import view_source
 from rope_patch.rescalings import ABF, NTK, PI, Llama3, Yarn
-from rope_patch.views import PosAug, Skip, Standard
+from rope_patch.views import PosAug, Skip, Standard, Uniform
 
 LENGTH = 24
 NEW = 3
 FAMILIES = {"llama": tiny, "gemma3": gemma3}
 RESCALINGS = [PI(factor=2.0), Yarn(factor=4.0), NTK(factor=2.0), Llama3(factor=4.0), ABF(theta=1e6)]
-VIEWS = [Skip(max_skip=40), Skip(split=7, skip=30), PosAug(), Standard()]
+VIEWS = [Skip(skip=Uniform(1, 40)), Skip(split=7, skip=30), PosAug(), Standard()]
 TABLE = "a table of indices"
 
 # refusals that the docstrings of `patch_model`, `unpatch_model` and `native_rope` name

@@ -16,10 +16,10 @@ FIXED_VIEWS = {
     "skip": Skip(split=8, skip=37),
     "skip-back": Skip(split=8, skip=-L),
     "cyclic": Cyclic(shift=6),
-    "dilation": Dilation(low=1.7, high=1.7),
-    "posaug": PosAug(low=0.31, high=0.31),
+    "dilation": Dilation(1.7),
+    "posaug": PosAug(0.31),
     "nope": NoPE(),
-    "compose": Compose([Skip(split=8, skip=37), PosAug(low=0.5, high=0.5)]),
+    "compose": Compose([Skip(split=8, skip=37), PosAug(0.5)]),
 }
 ATTENTION = ["eager", "sdpa", "flex_attention"]
 

@@ -25,10 +25,11 @@ from rope_patch.losses import (
     ViewTape,
 )
 from rope_patch.patch import view_source
+from rope_patch.views import Uniform
 
 from .cells import Cell, compare_gradients
 
-VIEW = {"method": "skip", "max_skip": 40}
+VIEW = {"method": "skip", "skip": Uniform(1, 40)}
 RELATIONS = {
     "relation-distill": RelationTargets(),
     "relation-distill pre": RelationTargets(rope="pre"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import Documents
-from rope_patch.views import View
+from rope_patch.views import Cycling, Discrete, Linear, LogUniform, Step, Uniform, View
 
 L = 12
 PAD = 3  # of random texts; an end of sentences and a cue, too
@@ -56,7 +56,18 @@ def maybe(strategy: Any) -> Any:
     return st.none() | strategy
 
 
-positive = st.sampled_from([0.25, 0.5, 1.0, 1.5, 4.0])
+integer_laws = st.sampled_from(
+    [
+        Uniform(1, 30), LogUniform(2, 30), LogUniform(), Discrete([1, 5]), Cycling([3, 4]), Step(Uniform(), until=0.3),
+        Linear(LogUniform(1, 9), start=1), Linear(Uniform(), start=[2, 60]),
+    ]
+)  # fmt: skip
+factor_laws = st.sampled_from(
+    [
+        Uniform(0.25, 4), LogUniform(0.5, 1.5), Discrete([0.5, 1, 4]), Cycling([1, 4]), Step(Uniform(0.5, 4)),
+        Linear(Uniform(1, 4), start=[0.25, 0.5]),
+    ]
+)  # fmt: skip
 
 
 def key(samples: int = 1, step: int = 0) -> DrawKey:

@@ -7,6 +7,7 @@ import torch
 from support.training import documents, logged, trainer
 
 from rope_patch.losses.forward_loss import ForwardLoss, Tape
+from rope_patch.views import Uniform
 from trl_ext import RecipeParser, RopeSFTConfig
 from trl_ext.objectives import OBJECTIVES, Objective, ObjectiveOptions
 
@@ -183,7 +184,7 @@ class SquaredObjective(Objective):
 def test_an_objective_of_somebody_else_trains_once_it_is_registered(tmp_path, monkeypatch):
     monkeypatch.setitem(OBJECTIVES, "squares", SquaredObjective)
     held_out = documents(3, seed=5)
-    options = {"view": "skip", "view_args": {"max_skip": 20}, "train_dataset": documents(4), "max_steps": 3}
+    options = {"view": "skip", "view_args": {"skip": Uniform(1, 20)}, "train_dataset": documents(4), "max_steps": 3}
     run = trainer(tmp_path, objective="squares", eval_dataset=held_out, per_device_eval_batch_size=1, **options)
     run.train()
     losses = [entry["loss"] for entry in logged(run, "loss")]

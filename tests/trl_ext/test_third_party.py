@@ -14,7 +14,7 @@ from rope_patch import describe, patch_model
 from rope_patch.methods import resolve_rescaling, resolve_view
 from rope_patch.patch import view_source
 from rope_patch.rescalings import RESCALINGS, Rescaling
-from rope_patch.views import VIEWS, Compose, Mix, PerLayer, Skip, Standard, View
+from rope_patch.views import VIEWS, Compose, Mix, PerLayer, Skip, Standard, Uniform, View
 from trl_ext import RopeSFTConfig
 from trl_ext.runs.method_record import require_same_method
 
@@ -246,7 +246,7 @@ def test_a_view_around_it_answers_as_it_does(around):
     assert "far must lie beyond documents" in view.conditions()
     with pytest.raises(ValueError, match="without noise"):
         view.check_run(RopeSFTConfig(use_cpu=True, bf16=False, neftune_noise_alpha=0.1))
-    assert not around(Skip(max_skip=9)).draws_by_forward
+    assert not around(Skip(skip=Uniform(1, 9))).draws_by_forward
 
 
 def test_documents_that_it_cannot_take_or_change_are_refused(as_given, caplog, tmp_path):

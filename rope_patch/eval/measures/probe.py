@@ -148,6 +148,6 @@ def _skip_recipe(window: int, target: int, rescale: dict[str, object]) -> dict[s
     return {
         **rescale,
         "view": "skip",
-        "view_args": {"max_skip": target - max_length},
+        "view_args": {"skip": {"law": "uniform", "high": target - max_length}},
         "max_length": max_length,
     }

@@ -11,7 +11,7 @@ from peers.trl.refusals import OF_EVERY_TRAINING, OF_EVERY_VIEW, OF_SELF_DISTILL
 
 pytestmark = pytest.mark.slow
 
-VIEW = {"view": "skip", "view_args": {"max_skip": 64}}
+VIEW = {"view": "skip", "view_args": {"skip": {"law": "uniform", "high": 64}}}
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from support.tiny import tiny, tokens
 
 from rope_patch import export, load_adapter, patch_model
 from rope_patch.adapters.sidecar import CONFIG_MARK
+from rope_patch.views import Uniform
 
 OTHER_ROPE = "was trained with RoPE .*'yarn'.*, and this model has .* Load it on a base model of its own"
 
@@ -22,7 +23,7 @@ def model_of(method):
 
 
 YARN = ("yarn", {"factor": 4.0})
-OTHERS = {"rescaled": ("ntk", {"factor": 8.0}), "with a view alone": ("skip", {"max_skip": 8})}
+OTHERS = {"rescaled": ("ntk", {"factor": 8.0}), "with a view alone": ("skip", {"skip": Uniform(1, 8)})}
 
 
 def saved(folder, method=YARN, **kwargs):
@@ -116,7 +117,7 @@ def test_peft_alone_says_what_is_to_be_done_and_load_adapter_says_nothing(tmp_pa
         load_adapter(tiny(), tmp_path)
 
 
-@pytest.mark.parametrize("method", [None, ("skip", {"max_skip": 8})], ids=["unpatched", "a view of training"])
+@pytest.mark.parametrize("method", [None, ("skip", {"skip": Uniform(1, 8)})], ids=["unpatched", "a view of training"])
 def test_the_config_of_an_adapter_on_native_rope_is_pefts_own(method, tmp_path):
     saved(tmp_path, method)
     assert CONFIG_MARK not in json.loads((tmp_path / "adapter_config.json").read_text())

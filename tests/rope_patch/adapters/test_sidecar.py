@@ -26,7 +26,7 @@ from support.tiny import WINDOW, tiny, tokens
 
 from rope_patch import describe, load_adapter, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.adapters.sidecar import read_sidecar
-from rope_patch.views import Compose, Cyclic, Skip
+from rope_patch.views import Compose, Cyclic, Skip, Uniform
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 LM = {"task_type": "CAUSAL_LM"}
@@ -231,7 +231,7 @@ def test_text_that_is_no_specification_is_refused(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "view", [Skip(split=5, skip=40), Compose([Skip(max_skip=30), Cyclic(shift=4)])], ids=["skip", "two"]
+    "view", [Skip(split=5, skip=40), Compose([Skip(skip=Uniform(1, 30)), Cyclic(shift=4)])], ids=["skip", "two"]
 )
 def test_a_view_that_changes_inference_is_put_on_again(view, tmp_path):
     model = patch_model(wrapped(patched(tiny())), view, seed=3, when="always")

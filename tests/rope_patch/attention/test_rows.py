@@ -12,6 +12,7 @@ from rope_patch import patch_model
 from rope_patch.attention import windowed
 from rope_patch.attention.rows import MaskFreeRows, why_masks_stay
 from rope_patch.patch import view_source
+from rope_patch.views import Uniform
 
 MODELS = {
     "llama": tiny,
@@ -30,7 +31,7 @@ def gradients(make_model, data, view, without_masks):
     model = make_model().double().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if view:
-        patch_model(model, "skip", max_skip=40)
+        patch_model(model, "skip", skip=Uniform(1, 40))
         view_source(model).clock.set(3, 0)
     # what padding gives is nobody's: labels leave it out
     with MaskFreeRows(model).active() if without_masks else nullcontext():

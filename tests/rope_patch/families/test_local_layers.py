@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch import describe, patch_model, rope_view, unpatch_model
 from rope_patch.rope.rotary import find_decoder, rotary_by_name
-from rope_patch.views import PerLayer, PosAug, RandomBase, Skip, Standard
+from rope_patch.views import PerLayer, PosAug, RandomBase, Skip, Standard, Uniform
 
 N, SPLIT, SKIP = 20, 9, 30
 VIEW = Skip(split=SPLIT, skip=SKIP)
@@ -235,9 +235,9 @@ def test_one_whole_graph_of_torch_compile(make):
     plain = logits(model, ids)
     torch._dynamo.reset()
     counter = CompileCounter()
-    with rope_view(model, Skip(max_skip=50), seed=3):
+    with rope_view(model, Skip(skip=Uniform(1, 50)), seed=3):
         expected = [logits(model, ids) for _ in range(2)]
-    with rope_view(model, Skip(max_skip=50), seed=3):
+    with rope_view(model, Skip(skip=Uniform(1, 50)), seed=3):
         run = torch.compile(model, backend=counter, fullgraph=True)
         for right in expected:  # each forward has draws of its own
             torch.testing.assert_close(run(ids, use_cache=False).logits, right, rtol=1e-4, atol=1e-5)
@@ -249,7 +249,7 @@ def test_one_whole_graph_of_torch_compile(make):
 @torch.no_grad()
 def test_frequencies_of_local_layers_are_those_of_the_schedule():
     model, ids = gemma3(), tokens(1, N)
-    view = RandomBase(low=4.0, high=4.0)
+    view = RandomBase(4.0)
     seen = {}
     model.model.rotary_emb.register_forward_hook(
         lambda m, args, kwargs, out: seen.setdefault(kwargs.get("layer_type", args[-1]), []).append(out[0]),
@@ -275,7 +275,7 @@ def test_layers_that_are_named_are_moved_even_where_they_are_local():
             expected = logits(model, ids)
         with rope_view(model, view):
             torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-5)
-    alphas = PosAug(low=2.0, high=2.0)
+    alphas = PosAug(2.0)
     with moved_by_hand(model, [1], 2 * torch.arange(N)[None]):
         expected = logits(model, ids)
     with rope_view(model, alphas):

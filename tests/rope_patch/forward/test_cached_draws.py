@@ -11,7 +11,7 @@ from transformers import StaticCache
 
 from rope_patch import patch_model, rope_view
 from rope_patch.patch import view_source
-from rope_patch.views import Cyclic, Dilation, EndPrompt, PosAug, Skip
+from rope_patch.views import Cyclic, Dilation, EndPrompt, PosAug, Skip, Uniform
 
 VIEW = Skip(split=4, skip=100)
 
@@ -70,7 +70,7 @@ def test_views_and_tables_do_not_continue_each_other():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("view", [PosAug(low=2.0, high=2.0), Skip(split=5, skip=40)], ids=["posaug", "skip"])
+@pytest.mark.parametrize("view", [PosAug(2.0), Skip(split=5, skip=40)], ids=["posaug", "skip"])
 def test_a_left_padded_cache_without_a_view_is_continued_at_the_right_index(view):
     """As of prefix tuning, the prefix is at true positions, and begins the document."""
     model, ids = patch_model(tiny(), "standard"), tokens(2, 12)
@@ -176,7 +176,7 @@ def test_draws_go_where_the_rows_of_their_cache_go(method, argument, rows):
     model, ids = tiny(), tokens(3, 12)
     actual = []
     for moves in (False, True):
-        with rope_view(model, Skip(max_skip=40), seed=5):  # each row has a draw of its own
+        with rope_view(model, Skip(skip=Uniform(1, 40)), seed=5):  # each row has a draw of its own
             cache = model(ids[:, :9], use_cache=True).past_key_values
             if moves:
                 getattr(cache, method)(argument)

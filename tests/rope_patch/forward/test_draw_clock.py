@@ -7,7 +7,7 @@ from support.tiny import tiny, tokens
 from rope_patch import patch_model, rope_view
 from rope_patch.forward.draw_clock import DrawClock, progress_at
 from rope_patch.patch import view_source
-from rope_patch.views import Compose, PerLayer, PosAug, Skip
+from rope_patch.views import Compose, Linear, PerLayer, PosAug, Skip, Step, Uniform
 
 
 @pytest.mark.parametrize("progress", [1.01, -0.1, float("nan")])
@@ -38,10 +38,10 @@ def test_a_share_of_the_steps_that_is_a_number_of_them_is_that_number(n_steps):
 @pytest.mark.parametrize(
     "view",
     [
-        PosAug(curriculum="step"),
-        Skip(curriculum="linear", max_skip=90),
-        Compose([PosAug(), Skip(curriculum="step")]),
-        PerLayer(PosAug(curriculum="linear"), "top"),
+        PosAug(Step(Uniform(1 / 8, 8))),
+        Skip(skip=Linear(Uniform(1, 90), start=0)),
+        Compose([PosAug(), Skip(skip=Step(Uniform(1)))]),
+        PerLayer(PosAug(Linear(Uniform(1 / 8, 8), start=[0.5, 2])), "top"),
     ],
     ids=lambda view: view.name,
 )

@@ -6,7 +6,7 @@ import torch
 from rope_patch.base.draws import DrawKey
 from rope_patch.forward.drawn_view import BoundView
 from rope_patch.layout.documents import Documents, locate_documents
-from rope_patch.views import EndPrompt, PerLayer, PosAug, Skip
+from rope_patch.views import EndPrompt, PerLayer, PosAug, Skip, Uniform
 
 
 def packed(view):
@@ -19,7 +19,7 @@ def packed(view):
 
 @pytest.mark.parametrize(
     "view",
-    [Skip(max_skip=99), PosAug(granularity="sample"), PerLayer(Skip(max_skip=99))],
+    [Skip(skip=Uniform(1, 99)), PosAug(granularity="sample"), PerLayer(Skip(skip=Uniform(1, 99)))],
     ids=["integers", "fractions", "layers"],
 )
 def test_a_document_of_a_packed_row_counts_once(view):
@@ -38,14 +38,14 @@ def test_a_value_that_documents_share_counts_once():
 
 
 def test_all_tokens_count_where_a_view_reads_them():
-    bound = packed(Skip(max_skip=99))
+    bound = packed(Skip(skip=Uniform(1, 99)))
     bound.view = EndPrompt(target=99, cue_tokens=[[7, 8]])
     assert bound.total("skip") == (bound.parameters["skip"].sum(), 24)
 
 
 def test_the_total_of_packed_rows_waits_for_no_gpu():
     """On the meta device nothing can be computed whose shape depends on values, for which a GPU is waited for."""
-    bound = packed(Skip(max_skip=99))
+    bound = packed(Skip(skip=Uniform(1, 99)))
     on_meta = Documents(**{name: x.to("meta") for name, x in vars(bound.documents).items()})
     meta = BoundView(bound.view, on_meta, {name: p.to("meta") for name, p in bound.parameters.items()})
     total, number = meta.total("skip")

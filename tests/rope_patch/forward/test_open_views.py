@@ -212,7 +212,7 @@ def test_an_interrupt_in_a_forward_leaves_nothing_behind():
         raise KeyboardInterrupt
 
     handle = model.model.rotary_emb.register_forward_hook(interrupt, prepend=True)
-    with pytest.raises(KeyboardInterrupt), rope_view(model, RandomBase(low=8.0, high=8.0)):
+    with pytest.raises(KeyboardInterrupt), rope_view(model, RandomBase(8.0)):
         model(ids)
     handle.remove()
     assert torch.equal(model(ids).logits, expected)

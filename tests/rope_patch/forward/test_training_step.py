@@ -18,9 +18,9 @@ from rope_patch import patch_model
 from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import document_numbers, locate_documents
 from rope_patch.patch import view_source
-from rope_patch.views import Skip
+from rope_patch.views import Skip, Uniform
 
-VIEW = Skip(max_skip=2**20)
+VIEW = Skip(skip=Uniform(1, 2**20))
 ROWS = torch.randint(3, VOCAB, (4, 1, 12), generator=torch.Generator().manual_seed(0))
 
 

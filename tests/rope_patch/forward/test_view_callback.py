@@ -43,7 +43,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from rope_patch import RopeViewCallback, patch_model, rope_view, unpatch_model
 from rope_patch.adapters.sidecar import read_sidecar
 from rope_patch.patch import view_source
-from rope_patch.views import Skip, Standard
+from rope_patch.views import Linear, Skip, Standard, Uniform
 
 LN2 = math.log(2)
 
@@ -115,7 +115,7 @@ PREFERENCES = {"dpo": (DPOTrainer, DPOConfig, LN2), "kto": (KTOTrainer, KTOConfi
 @pytest.mark.parametrize("kind", PREFERENCES)
 def test_policy_and_reference_draw_alike(kind, peft, saved, tmp_path):
     trainer_class, config_class, begins_at = PREFERENCES[kind]
-    model = patch_model(load(saved), "skip", max_skip=64)
+    model = patch_model(load(saved), "skip", skip=Uniform(1, 64))
     data = preference_data(kind)
     run = made(trainer_class, config_class, model, tmp_path, data, peft, {"eval_dataset": data})
     run.train()
@@ -127,13 +127,13 @@ def test_policy_and_reference_draw_alike(kind, peft, saved, tmp_path):
 
 def test_a_reference_model_has_the_view_in_its_trainer_alone(saved, tmp_path):
     ids = tokens(2, 20)
-    first = made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs())
+    first = made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", skip=Uniform(1, 64)), tmp_path, pairs())
     first.train()
     reference = first.ref_model
     assert first.model.training  # as Trainer leaves it
     with torch.no_grad():
         assert torch.equal(reference(input_ids=ids).logits, load(saved)(input_ids=ids).logits)
-    for model in (load(saved), patch_model(load(saved), "skip", max_skip=32)):
+    for model in (load(saved), patch_model(load(saved), "skip", skip=Uniform(1, 32))):
         run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), extra={"ref_model": reference})
         run.train()
         assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2] * 2, abs=1e-4)
@@ -141,11 +141,11 @@ def test_a_reference_model_has_the_view_in_its_trainer_alone(saved, tmp_path):
 
 @pytest.mark.parametrize("how", ["copied", "patched"])
 def test_a_former_reference_model_trains_under_its_view(how, saved, tmp_path):
-    run = made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs())
+    run = made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", skip=Uniform(1, 64)), tmp_path, pairs())
     run.train()
     run.model.eval()
     decoder = run.ref_model.get_decoder()  # what accelerate has put around it runs the original, also in a copy
-    decoder = deepcopy(decoder) if how == "copied" else patch_model(decoder, "skip", max_skip=64)
+    decoder = deepcopy(decoder) if how == "copied" else patch_model(decoder, "skip", skip=Uniform(1, 64))
     ids = tokens(2, 20)
     with torch.no_grad():
         trained = decoder.train()(input_ids=ids).last_hidden_state
@@ -155,7 +155,7 @@ def test_a_former_reference_model_trains_under_its_view(how, saved, tmp_path):
 def test_a_view_is_in_force_under_the_callback(saved, tmp_path):
     """The policy's log-probabilities are others than without it: the loss above is not that of true positions."""
     seen = []
-    for view in (Standard(), Skip(max_skip=64)):
+    for view in (Standard(), Skip(skip=Uniform(1, 64))):
         run = made(DPOTrainer, DPOConfig, patch_model(load(saved), view), tmp_path, pairs(), seed=3)
         run.train()
         seen.append(logged(run, "logps/chosen"))
@@ -180,10 +180,10 @@ def reward_model(seed=0):
 def test_the_halves_of_a_batch_of_pairs_draw_alike(kind, saved, tmp_path):
     if kind != "reward":
         classes = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig)}
-        run = made(*classes[kind], patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs())
+        run = made(*classes[kind], patch_model(load(saved), "skip", skip=Uniform(1, 64)), tmp_path, pairs())
     else:
         rows = [{"chosen": words(12, i), "rejected": words(9, i + 40)} for i in range(8)]
-        model = patch_model(reward_model(), "skip", max_skip=64)
+        model = patch_model(reward_model(), "skip", skip=Uniform(1, 64))
         run = made(RewardTrainer, RewardConfig, model, tmp_path, Dataset.from_list(rows))
     seen, source = [], view_source(run.model)
     run.model.model.register_forward_hook(lambda *_: seen.append(source.last.parameters["skip"].flatten().tolist()))
@@ -194,7 +194,11 @@ def test_the_halves_of_a_batch_of_pairs_draw_alike(kind, saved, tmp_path):
 def test_equal_rows_have_equal_rewards(tmp_path):
     rows = [{"chosen": words(12, i), "rejected": words(12, i)} for i in range(8)]
     run = made(
-        RewardTrainer, RewardConfig, patch_model(reward_model(), "skip", max_skip=64), tmp_path, Dataset.from_list(rows)
+        RewardTrainer,
+        RewardConfig,
+        patch_model(reward_model(), "skip", skip=Uniform(1, 64)),
+        tmp_path,
+        Dataset.from_list(rows),
     )
     run.train()
     assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2] * 2, abs=1e-5)
@@ -202,7 +206,7 @@ def test_equal_rows_have_equal_rewards(tmp_path):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_both_rows_of_a_pair_draw_by_the_chosen_one(shared):
-    model = patch_model(tiny(), "skip", max_skip=64).train()
+    model = patch_model(tiny(), "skip", skip=Uniform(1, 64)).train()
     clock = view_source(model).clock
     chosen, rejected = tokens(3, 20), tokens(3, 20)
     clock.set_step(5, pairs=shared)
@@ -234,7 +238,7 @@ def sampled(kind, model, tmp_path, **options):
 @pytest.mark.parametrize("kind", POLICIES)
 def test_replies_and_losses_are_those_without_a_view(kind, saved, tmp_path):
     entries = []
-    for view in (None, Skip(max_skip=64)):
+    for view in (None, Skip(skip=Uniform(1, 64))):
         model = load(saved)
         torch.manual_seed(0)
         run = sampled(kind, model if view is None else patch_model(model, view), tmp_path)
@@ -270,7 +274,7 @@ class Draws(TrainerCallback):
 
 def plain_run(tmp_path, model=None, rows=16, callbacks=None, **options):
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in documents(rows, longest=12)]
-    model = patch_model(tiny(), "skip", max_skip=64, seed=3) if model is None else model
+    model = patch_model(tiny(), "skip", skip=Uniform(1, 64), seed=3) if model is None else model
     settings = {**COMMON, "max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2, **options}
     run = Trainer(
         model=model, args=TrainingArguments(output_dir=str(tmp_path / "plain"), **settings),
@@ -309,7 +313,7 @@ def test_a_model_may_be_patched_after_its_trainer_was_made(tmp_path):
     model = tiny()
     data = run.train_dataset
     late = Trainer(model=model, args=run.args, train_dataset=data)
-    patch_model(model, "skip", max_skip=64, seed=3)
+    patch_model(model, "skip", skip=Uniform(1, 64), seed=3)
     late.add_callback(others := Draws(model))
     late.train()
     assert others.found == draws.found
@@ -325,7 +329,7 @@ def test_the_same_document_draws_anew_in_another_step(tmp_path):
 
 
 def test_a_curriculum_goes_by_the_progress_of_the_trainer(tmp_path):
-    model = patch_model(tiny(), "posaug", curriculum="linear")
+    model = patch_model(tiny(), "posaug", alpha=Linear(Uniform(1 / 8, 8), start=[0.5, 2]))
     run = Trainer(
         model=model,
         args=TrainingArguments(output_dir=str(tmp_path), **COMMON),
@@ -427,7 +431,7 @@ def test_the_clock_of_a_run_that_broke_off_is_not_taken_for_that_of_the_next(tmp
         def on_step_end(self, *args, **kwargs):
             raise InterruptedError
 
-    model = patch_model(tiny(), "skip", max_skip=64)
+    model = patch_model(tiny(), "skip", skip=Uniform(1, 64))
     run, _ = plain_run(tmp_path, model)
     run.add_callback(Stop())
     with pytest.raises(InterruptedError):
@@ -440,7 +444,7 @@ def test_the_clock_of_a_run_that_broke_off_is_not_taken_for_that_of_the_next(tmp
 
 
 def test_ranks_without_a_clock_are_refused(monkeypatch):
-    model = patch_model(tiny(), "skip", max_skip=64)
+    model = patch_model(tiny(), "skip", skip=Uniform(1, 64))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     model(input_ids=tokens(1, 20))  # true positions
@@ -488,7 +492,7 @@ def test_what_would_draw_apart_is_refused(saved, tmp_path):
 
 
 def test_compiled_forwards_draw_by_tokens_too():
-    model, ids = patch_model(tiny(), "skip", max_skip=64).train(), tokens(4, 16)
+    model, ids = patch_model(tiny(), "skip", skip=Uniform(1, 64)).train(), tokens(4, 16)
     source = view_source(model)
     source.clock.set_step(5, pairs=True)
     compiled, eager = torch.compile(model, backend="eager"), []
@@ -501,7 +505,7 @@ def test_compiled_forwards_draw_by_tokens_too():
 
 
 def test_prompts_as_embeddings_have_no_tokens_to_draw_by():
-    model = patch_model(tiny(), "skip", max_skip=64).train()
+    model = patch_model(tiny(), "skip", skip=Uniform(1, 64)).train()
     view_source(model).clock.set_step(0)
     with pytest.raises(ValueError, match="inputs_embeds"):
         model(inputs_embeds=torch.randn(1, 9, 32))
@@ -509,7 +513,7 @@ def test_prompts_as_embeddings_have_no_tokens_to_draw_by():
 
 def test_documents_are_known_by_their_tokens_alone():
     """Packed, padded on either side, alone: the same draws; another token, another order: others."""
-    model = patch_model(tiny(), "skip", max_skip=2**20).train()
+    model = patch_model(tiny(), "skip", skip=Uniform(1, 2**20)).train()
     source = view_source(model)
     source.clock.set_step(7)
 
@@ -534,7 +538,7 @@ def test_documents_are_known_by_their_tokens_alone():
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_generation_in_training_mode_is_at_true_positions(cached):
-    plain, model = tiny(), patch_model(tiny(), "skip", max_skip=64)
+    plain, model = tiny(), patch_model(tiny(), "skip", skip=Uniform(1, 64))
     prompt = tokens(2, 12)
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": cached}
     expected = plain.train().generate(prompt, **options)
@@ -545,7 +549,7 @@ def test_generation_in_training_mode_is_at_true_positions(cached):
 
 @pytest.mark.parametrize("when", ["block", "always"])
 def test_a_cache_goes_on_with_its_draws_in_training_mode(when):
-    model, ids, view = tiny().train(), tokens(2, 16), Skip(max_skip=64)
+    model, ids, view = tiny().train(), tokens(2, 16), Skip(skip=Uniform(1, 64))
     if when == "always":
         patch_model(model, view, when="always")
     with torch.no_grad(), nullcontext() if when == "always" else rope_view(model, view):
@@ -593,7 +597,7 @@ def test_self_distillation_measures_its_kl_after_training_too(tmp_path):
 
 
 def test_a_view_that_the_user_put_on_stays_with_a_clock_that_is_free(tmp_path):
-    model = patch_model(tiny(), "skip", max_skip=64)
+    model = patch_model(tiny(), "skip", skip=Uniform(1, 64))
     source = view_source(model)
     run = trainer(tmp_path, model=model)
     run.train()
@@ -645,8 +649,8 @@ def test_two_ranks_draw_as_one_does_for_the_same_documents(tmp_path):
 PATCHES = {
     "nothing": (),
     "rescaling": (("yarn", {"factor": 2.0}),),
-    "view": (("skip", {"max_skip": 64}),),
-    "both": (("yarn", {"factor": 2.0}), ("skip", {"max_skip": 32})),
+    "view": (("skip", {"skip": Uniform(1, 64)}),),
+    "both": (("yarn", {"factor": 2.0}), ("skip", {"skip": Uniform(1, 32)})),
 }
 # two micro-batches a step
 STEP = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}

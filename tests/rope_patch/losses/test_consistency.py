@@ -12,6 +12,7 @@ from rope_patch import native_rope, patch_model, rope_view
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import TAPE, CopiedTeacher, LongCE, SelfDistiller, StandardTape, ViewConsistency, ViewTape
 from rope_patch.losses.consistency import top_share
+from rope_patch.views import Uniform
 
 LONGCE = LongCE(short_context=5, stride=3, cap=1.5)
 SPLIT, SKIP = 3, 30
@@ -159,7 +160,7 @@ class _Multiplications(torch.overrides.TorchFunctionMode):
 @pytest.mark.parametrize("native", [False, True], ids=["self", "native"])
 def test_autocast_keeps_no_weight_that_was_cast_to_choose_rows(native):
     """Torch before 2.11 hands a weight that was cast without gradients to the forward that wants them."""
-    model = patch_model(patch_model(tiny(), "pi", factor=2.0), "skip", max_skip=9).train()
+    model = patch_model(patch_model(tiny(), "pi", factor=2.0), "skip", skip=Uniform(1, 9)).train()
     consistency = ViewConsistency(kl_top=0.5, kl_longce=LongCE(short_context=5, stride=3))
     distiller = SelfDistiller(model, consistency, teacher=CopiedTeacher(model) if native else None)
     data = batch("plain")

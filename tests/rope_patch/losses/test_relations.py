@@ -25,7 +25,7 @@ from rope_patch.losses import (
     WeightedNextToken,
 )
 from rope_patch.rope.rotary import find_decoder, named_rotary_modules
-from rope_patch.views import Skip
+from rope_patch.views import Skip, Uniform
 
 L = 20
 NAMES = ("llama", "qwen3", "mistral")
@@ -425,7 +425,7 @@ def test_what_cannot_be_distilled_is_refused(make, message):
 
 def test_an_adapter_on_the_head_is_refused_where_the_head_is_read():
     config = LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
-    model = patch_model(patch_model(get_peft_model(tiny(), config), "pi", factor=2.0), "skip", max_skip=9)
+    model = patch_model(patch_model(get_peft_model(tiny(), config), "pi", factor=2.0), "skip", skip=Uniform(1, 9))
     teacher = SharedTeacher(model)
     for make in (
         lambda: SelfDistiller(model, ViewConsistency()),

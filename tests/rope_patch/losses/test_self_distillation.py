@@ -16,7 +16,7 @@ from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import Documents, locate_documents
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import TAPE, SelfDistiller, ViewConsistency, ViewTape
-from rope_patch.views import Cyclic, Dilation, Skip
+from rope_patch.views import Cyclic, Dilation, LogUniform, Skip, Uniform
 
 FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]
 
@@ -113,7 +113,7 @@ def compare(family, kind, options, consistency, checkpointing=False, one_pass=Tr
         torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item() + 1e-9)
 
 
-SKIP = {"method": "skip", "max_skip": 40}
+SKIP = {"method": "skip", "skip": Uniform(1, 40)}
 
 
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "completion"])
@@ -171,16 +171,16 @@ def test_one_pass_runs_under_autocast_as_two_passes_do(attention, kind):
 
 
 VIEWS = {
-    "skip": {"max_skip": 40},
+    "skip": {"skip": Uniform(1, 40)},
     "cyclic": {},
     "dilation": {},
     "chunk-permute": {"blocks": 3},
     "nope": {},
-    "compose": {"views": [{"view": "skip"}, {"view": "posaug", "low": 0.5, "high": 2.0}]},
-    "posaug": {"law": "log-uniform", "granularity": "sample"},
+    "compose": {"views": [{"view": "skip"}, {"view": "posaug", "alpha": Uniform(0.5, 2)}]},
+    "posaug": {"alpha": LogUniform(0.125, 8), "granularity": "sample"},
     "pose": {"target": 300, "chunks": 4},
     "cream": {"target": 300},
-    "mix": {"views": ["standard", {"view": "skip", "max_skip": 40}, "cyclic"]},
+    "mix": {"views": ["standard", {"view": "skip", "skip": Uniform(1, 40)}, "cyclic"]},
 }
 
 
@@ -347,7 +347,7 @@ def test_the_last_query_adds_a_row_and_the_divisor_stays():
     [
         ("skip", {"split": 5, "skip": 9}, 5),
         ("cyclic", {"shift": 6}, 13),
-        ("dilation", {"low": 2.0, "high": 2.0}, 1),
+        ("dilation", {"factor": 2.0}, 1),
         ("nope", {}, 1),
         ("chunk-permute", {"blocks": 4}, 5),
         ("compose", {"views": [{"view": "cyclic", "shift": 6}, {"view": "skip", "split": 5, "skip": 9}]}, 13),

@@ -12,6 +12,7 @@ from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import TAPE, CopiedTeacher, SelfDistiller, SharedTeacher, StandardTape, ViewConsistency, ViewTape
 from rope_patch.patch import rope_view
 from rope_patch.rope.rotary import find_causal_lm, find_decoder, named_rotary_modules
+from rope_patch.views import Uniform
 
 FACTOR = 4.0  # of PI: frequencies / 4
 
@@ -92,7 +93,7 @@ def test_loss_and_gradients_are_those_of_the_formula(family, kind, direction):
     data["labels"] = data["input_ids"].clone()
     if "attention_mask" in data:
         data["labels"][data["attention_mask"] == 0] = -100
-    model = student(family, max_skip=200)
+    model = student(family, skip=Uniform(1, 200))
     native = tiny(family, dtype=torch.float64)
     for reduction in ("sequence", "token"):
         view_clm = 0.3 if reduction == "token" else 0.0
@@ -112,7 +113,7 @@ def test_loss_and_gradients_are_those_of_the_formula(family, kind, direction):
 def test_every_way_of_running_gives_one_loss(passes):
     data, results = batch("packed"), []
     for way in ("one", passes):
-        model = student("llama", adapters=True, max_skip=200)
+        model = student("llama", adapters=True, skip=Uniform(1, 200))
         if way == "checkpointed":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         distiller = SelfDistiller(model, ViewConsistency(), teacher=SharedTeacher(model), one_pass=way != "two")
@@ -127,7 +128,7 @@ def test_every_way_of_running_gives_one_loss(passes):
 def test_the_teacher_has_no_adapters_and_native_rope():
     """Without an effect of either on the student the KL is that of rounding alone."""
     data = batch("plain")
-    model = student("llama", adapters=True, max_skip=200)
+    model = student("llama", adapters=True, skip=Uniform(1, 200))
     distiller = SelfDistiller(model, ViewConsistency(), teacher=SharedTeacher(model))
     with rope_view(model, "standard"), torch.no_grad(), SharedTeacher(model).ready() as decoder:
         native = decoder(input_ids=data["input_ids"], use_cache=False).last_hidden_state
@@ -152,7 +153,9 @@ def test_a_copy_goes_where_its_student_has_gone():
 def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
     data, model = batch("plain"), tiny("llama", dtype=torch.float64)
     config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    model = patch_model(patch_model(get_peft_model(model, config), "pi", factor=FACTOR), "skip", max_skip=200).train()
+    model = patch_model(
+        patch_model(get_peft_model(model, config), "pi", factor=FACTOR), "skip", skip=Uniform(1, 200)
+    ).train()
     native = model.get_base_model().lm_head.original_module.weight.detach().clone()
     trained = model.get_base_model().lm_head.modules_to_save["default"].weight
     with torch.no_grad():
@@ -196,7 +199,7 @@ def test_a_rescaled_model_needs_no_view():
 
 
 def test_what_the_teacher_cannot_read_is_refused():
-    model = student("llama", max_skip=200)
+    model = student("llama", skip=Uniform(1, 200))
     distiller = SelfDistiller(model, ViewConsistency(), teacher=CopiedTeacher(model))
     ids = tokens(1, WINDOW + 1)
     with pytest.raises(ValueError, match=f"documents of at most {WINDOW} tokens, its window, got one of {WINDOW + 1}"):

@@ -17,7 +17,7 @@ ATTACK = (
     " |\\| <b> https://evil.example\n"
 )
 RUN = {
-    "objective": "clm", "view": "skip", "view_args": {"law": "uniform", "max_skip": 40}, "cue": ["a", "b"],
+    "objective": "clm", "view": "skip", "view_args": {"skip": {"law": "uniform"}}, "cue": ["a", "b"],
     "run": {
         "base_model": {"name": "base", "is_on_hub": True, "license": "mit", "revision": "v1"},
         "rescalings": [{"method": "ntk", "options": {"factor": 2.0, "note": "a"}}],

@@ -13,7 +13,7 @@ from rope_patch.base.draws import DrawKey
 from rope_patch.losses import SelfDistiller, ViewConsistency
 from rope_patch.patch import view_source
 from rope_patch.rope.rotary import find_decoder
-from rope_patch.views import RPE, Compose, Cyclic, PerLayer, PosAug, RandomBase, Skip, Standard
+from rope_patch.views import RPE, Compose, Cyclic, PerLayer, PosAug, RandomBase, Skip, Standard, Uniform
 
 L = 21
 
@@ -69,14 +69,14 @@ def test_evaluation_and_other_views_are_as_before_and_an_unpatch_leaves_nothing(
     ids, model = tokens(1, L), tiny()
     with torch.no_grad():
         expected = model(ids).logits
-        with rope_view(model, PosAug(low=3, high=3)):
+        with rope_view(model, PosAug(3)):
             scaled = model(ids).logits
         patch_model(model, "per-layer", view={"view": "posaug"}).train()
         model(ids)
         assert torch.equal(model.eval()(ids).logits, expected)
-        with rope_view(model, PosAug(low=3, high=3)):
+        with rope_view(model, PosAug(3)):
             assert torch.equal(model(ids).logits, scaled)
-        with rope_view(model, PerLayer(PosAug(low=3, high=3), "top")):
+        with rope_view(model, PerLayer(PosAug(3), "top")):
             assert not torch.equal(model(ids).logits, scaled)
         assert torch.equal(unpatch_model(model)(ids).logits, expected)
     assert not any(layer._forward_pre_hooks or layer._forward_pre_hooks_with_kwargs for layer in model.model.layers)
@@ -98,12 +98,12 @@ def test_families_whose_layers_do_not_get_one_pair_are_refused():
     # of older families too, where layers do get it
     config = GPTNeoXConfig(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                            num_attention_heads=4)  # fmt: skip
-    model = patch_model(GPTNeoXForCausalLM(config).train(), PerLayer(PosAug(low=3.0)))
+    model = patch_model(GPTNeoXForCausalLM(config).train(), PerLayer(PosAug(Uniform(3, 8))))
     first, second = (model(tokens(1, 8)[:, :8] * 0 + 5 + torch.arange(8)).logits for _ in range(2))
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("view", [Skip(max_skip=50), Cyclic(), Compose([Skip(), PosAug(granularity="sample")])])
+@pytest.mark.parametrize("view", [Skip(skip=Uniform(1, 50)), Cyclic(), Compose([Skip(), PosAug(granularity="sample")])])
 def test_other_views_are_drawn_for_each_layer_too(view):
     """Draws of several layers at once are those of each alone, and none is another's."""
     length, sample = torch.full((3, 1), 40), torch.arange(3)[:, None]

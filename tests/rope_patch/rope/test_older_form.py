@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, Phi3ForCa
 
 from rope_patch import load_adapter, patch_model, unpatch_model
 from rope_patch.rope.older_form import older_form
+from rope_patch.views import Uniform
 
 OLDER = {"rope_theta", "rope_scaling", "rope_local_base_freq"}
 RESCALINGS = {
@@ -85,7 +86,7 @@ def test_save_pretrained_writes_what_a_training_can_go_on_from(family, rescaling
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_patch_config_is_as_transformers_writes_it(family, tmp_path):
     stock = saved(made(family), tmp_path / "stock")
-    model = patch_model(made(family), "skip", max_skip=8)
+    model = patch_model(made(family), "skip", skip=Uniform(1, 8))
     assert saved(model, tmp_path / "view") == stock
     patch_model(model, "ntk", factor=2.0)
     assert saved(model, tmp_path / "rescaled").keys() & OLDER

@@ -20,17 +20,13 @@ CASES = {
 }
 
 
-STRATEGIES = {
-    "cream": lambda farthest: built(
-        Cream, target=farthest, law=maybe(st.sampled_from(["uniform", "gaussian"])), sigma=maybe(st.floats(0.5, 2))
-    )
-}
+STRATEGIES = {"cream": lambda farthest: built(Cream, target=farthest, sigma=maybe(st.floats(0.5, 2)))}
 
 
 @pytest.mark.parametrize(("length", "target"), [(60, 60), (60, 480), (61, 500), (200, 800), (9, 400), (3, 9), (2, 9)])
-@pytest.mark.parametrize("law", ["uniform", "gaussian"])
-def test_the_middle_lies_between_head_and_tail(law, length, target):
-    view, draws = Cream(target=target, law=law), 400
+@pytest.mark.parametrize("sigma", [None, 5.0])
+def test_the_middle_lies_between_head_and_tail(sigma, length, target):
+    view, draws = Cream(target=target, sigma=sigma), 400
     lengths = torch.full((draws, 1), length)
     parameters = view.draw(lengths, key(draws))
     rows, factor = view.rope_index(torch.arange(length), parameters), target // length
@@ -68,7 +64,7 @@ def test_the_middle_is_drawn_by_the_law_of_cream(sigma):
 
 def test_a_uniform_middle_ends_anywhere_before_the_tail():
     n, target, draws = 30, 120, 40_000
-    e = Cream(target=target, law="uniform").draw(torch.full((draws, 1), n), key(draws))["skip"].flatten() + n - 10 - 1
+    e = Cream(target=target, sigma=None).draw(torch.full((draws, 1), n), key(draws))["skip"].flatten() + n - 10 - 1
     assert (e.min(), e.max()) == (n - 10, target - 10 - 1)
     frequencies = torch.bincount(e)[n - 10 :].double() / draws
     assert (frequencies - 1 / (target - n)).abs().max() < 0.003
@@ -77,22 +73,10 @@ def test_a_uniform_middle_ends_anywhere_before_the_tail():
 def test_what_cream_cannot_do_is_refused():
     for wrong, message in (
         ({"target": 1}, "target must be at least 2"),
-        ({"target": 9, "law": "normal"}, "law must be one of"),
         ({"target": 9, "sigma": 0.0}, "sigma must be a finite number above 0"),
+        ({"target": 9, "sigma": "3"}, "sigma must be a finite number above 0, .*got '3'"),
     ):
         with pytest.raises(ValueError, match=message):
             Cream(**wrong)
     with pytest.raises(ValueError, match="documents of 10 tokens reach beyond target=9"):
         Cream(target=9).check_length(10)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Cream(target=9, law="uniform", sigma=3), "sigma is read with law='gaussian' alone, got sigma=3"),
-        (lambda: Cream(target=9, sigma="3"), "sigma must be a finite number above 0, .*got '3'"),
-    ],
-)
-def test_what_cream_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -14,7 +14,7 @@ from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import TAPE, SelfDistiller, ViewConsistency, ViewTape
-from rope_patch.views import Compose, LongRecipe, Skip
+from rope_patch.views import Compose, LongRecipe, Skip, Uniform
 
 
 def _by_sentence(t, n, drawn):
@@ -140,7 +140,7 @@ def test_decoding_goes_on_behind_the_last_sentence():
     torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("view", [VIEW, Compose([VIEW, Skip(max_skip=90)])], ids=["alone", "composed"])
+@pytest.mark.parametrize("view", [VIEW, Compose([VIEW, Skip(skip=Uniform(1, 90))])], ids=["alone", "composed"])
 @pytest.mark.parametrize("kind", ["plain", "left", "packed"])
 def test_self_distillation_in_one_pass_is_that_in_two(kind, view):
     data, results = batch(kind), []

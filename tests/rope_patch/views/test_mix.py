@@ -7,6 +7,7 @@ from support.views import Case, behind_skip
 from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
 from rope_patch.views import VIEWS, Compose, EndPrompt, LongRecipe, Mix, PerLayer, PosAug, PoSE, Skip, Standard
+from rope_patch.views.laws import Step, Uniform
 
 
 def _mixed(t, n, drawn):
@@ -17,7 +18,7 @@ def _mixed(t, n, drawn):
 
 
 CASES = {
-    "mix": Case(Mix([Standard(), Skip(max_skip=90), PosAug(low=2.0)]), _mixed),
+    "mix": Case(Mix([Standard(), Skip(skip=Uniform(1, 90)), PosAug(Uniform(2, 8))]), _mixed),
     "mix-endprompt": Case(
         Mix([EndPrompt(target=200, cue_tokens=4), Skip(split=4, skip=23)], [0.4, 0.6]),
         lambda t, n, drawn: behind_skip(t, n - 4, 200 - n) if drawn["taken_0"] else behind_skip(t, 4, 23),
@@ -28,7 +29,7 @@ CASES = {
 PARTS = {
     "pose": PoSE(target=300, chunks=4),
     "endprompt": EndPrompt(target=300, cue_tokens=[[5], [5, 6]]),
-    "skip": Skip(max_skip=90),
+    "skip": Skip(skip=Uniform(1, 90)),
     "posaug": PosAug(),
     "posaug-micro-batch": PosAug(granularity="micro-batch"),
     "longrecipe": LongRecipe(target=300, sentence_ends=[7]),
@@ -75,7 +76,7 @@ def test_each_document_has_the_indices_of_its_view_alone(part, packed):
 
 def test_shares_say_how_often_each_view_is_taken_whatever_the_views_draw():
     shares, n = (0.1, 0.6, 0.3), 4000
-    mix = Mix([Standard(), Skip(max_skip=2), Skip()], shares)
+    mix = Mix([Standard(), Skip(skip=Uniform(1, 2)), Skip()], shares)
     key = DrawKey(3, 0, torch.arange(n)[:, None])
     parameters = mix.draw(torch.full((n, 1), 12), key)
     taken = torch.stack([parameters[f"taken_{i}"] for i in range(3)])
@@ -90,11 +91,12 @@ def test_shares_say_how_often_each_view_is_taken_whatever_the_views_draw():
 
 
 def test_what_a_mix_knows_of_its_views():
-    mix = Mix([Standard(), Skip(max_skip=50), PosAug(curriculum="step")])
+    mix = Mix([Standard(), Skip(skip=Uniform(1, 50)), PosAug(Step(Uniform(0.125, 8)))])
     assert mix.follows_progress and not Mix([Standard(), Skip()]).follows_progress
-    assert mix.reach(10) == 72 and Mix([Standard(), Skip(max_skip=50)]).reach(10) == 59
+    assert mix.reach(10) == 72 and Mix([Standard(), Skip(skip=Uniform(1, 50))]).reach(10) == 59
     assert not (mix.layerwise or mix.rescales) and mix.perturbs
-    assert mix.shares == (1 / 3,) * 3 and mix == Mix(["standard", {"view": "skip", "max_skip": 50}, mix.views[2]])
+    views = ["standard", {"view": "skip", "skip": {"law": "uniform", "high": 50}}, mix.views[2]]
+    assert mix.shares == (1 / 3,) * 3 and mix == Mix(views)
     assert Mix(["standard", "skip"], [0.5, 0.5]) == Mix([Standard(), Skip()])
     t, length = torch.tensor([[1, 6]]), torch.tensor([[12]])
     expected = 0.25 * Skip().affected_share(t, length)

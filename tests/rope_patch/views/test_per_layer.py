@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.views import Case, behind_skip
 
-from rope_patch.views import Mix, PerLayer, Skip, Standard
+from rope_patch.views import Mix, PerLayer, Skip, Standard, Uniform
 
 
 def _each_layer(t, n, drawn):
@@ -16,7 +16,7 @@ CASES = {
         PerLayer(Skip(split=4, skip=23), "top"),
         lambda t, n, drawn: torch.stack([t, behind_skip(t, 4, 23), behind_skip(t, 4, 23)]),
     ),
-    "per-layer": Case(PerLayer(Skip(max_skip=90)), _each_layer),
+    "per-layer": Case(PerLayer(Skip(skip=Uniform(1, 90))), _each_layer),
 }
 
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rope_patch.eval
 from rope_patch import __version__, patch_model
 from rope_patch.eval import MEASURES
+from rope_patch.views import Uniform
 from trl_ext import cli
 from trl_ext.cli.measure import _default_length
 from trl_ext.cli.model_spec import ModelSpec
@@ -418,7 +419,7 @@ def test_the_callback_logs_the_curve_where_the_trainer_logs(tmp_path):
     model = tiny()
     rows = tokens(2, 2 * WINDOW)
     run_dir = tmp_path / "run"
-    trainer = training.trainer(run_dir, model=model, view="skip", view_args={"max_skip": 64}, max_steps=5)
+    trainer = training.trainer(run_dir, model=model, view="skip", view_args={"skip": Uniform(1, 64)}, max_steps=5)
     trainer.add_callback(LossByPositionCallback(trainer, rows, every=2))
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "long/cliff" in entry]
@@ -438,7 +439,7 @@ def test_the_callback_logs_the_curve_where_the_trainer_logs(tmp_path):
 def test_the_callback_leaves_the_entries_of_training_as_they_are(every, tmp_path):
     from trl_ext.trainer.callbacks import LossByPositionCallback
 
-    options = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 32}}
+    options = {"objective": "self-distill", "view": "skip", "view_args": {"skip": Uniform(1, 32)}}
     runs = [training.trainer(tmp_path, max_steps=6, logging_steps=2, **options) for _ in range(2)]
     runs[0].add_callback(LossByPositionCallback(runs[0], tokens(2, 2 * WINDOW), every=every))
     for run in runs:

@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(100))} for i in range(1, 9)]
     (tmp_path / "books.jsonl").write_text("\n".join(map(json.dumps, rows)))
     short = {"max_steps": 1, "max_length": 32, "use_cpu": True, "bf16": False, "report_to": "none"}
-    tuning = {"view": "skip", "view_args": {"max_skip": 32}, **short}
+    tuning = {"view": "skip", "view_args": {"skip": {"law": "uniform", "high": 32}}, **short}
     text = [{"path": "json", "data_files": "books.jsonl"}]
     recipe = {"model_name_or_path": "model", "output_dir": "tuned", "datasets": text, **tuning}
     (tmp_path / "tune.yaml").write_text(yaml.safe_dump(recipe))
@@ -45,8 +45,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_recipe_is_trained_and_flags_win(folder, capsys):
-    assert cli.main(["train", "tune.yaml", "--output_dir", "elsewhere", "--view_args", '{"max_skip": 9}']) == 0
-    assert "max_skip=9" in capsys.readouterr().out
+    view_args = '{"skip": {"law": "uniform", "high": 9}}'
+    assert cli.main(["train", "tune.yaml", "--output_dir", "elsewhere", "--view_args", view_args]) == 0
+    assert "high=9" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(folder / "elsewhere").config.model_type == "llama"
     assert not (folder / "tuned").exists()
 

@@ -160,7 +160,7 @@ def test_every_choice_names_an_option_that_there_is():
 
 def test_an_option_wins():
     given = {
-        "rescale": "yarn", "rescale_args": {"factor": 8.0}, "view": "skip", "view_args": {"max_skip": 100},
+        "rescale": "yarn", "rescale_args": {"factor": 8.0}, "view": "skip", "view_args": {"skip": 100},
         "objective": "native-distill", "objective_args": {"text_weight": 0.0}, "rows": 8, "train": "qkv",
         "learning_rate": 1e-5, "precision": "float32", "prompts": 3,
     }  # fmt: skip

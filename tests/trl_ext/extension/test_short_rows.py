@@ -17,10 +17,11 @@ from trl_ext.trainer.step_batches import FIRST_SAMPLE
 
 LONG, SHORT = 32, 8
 LENGTHS = [SHORT, SHORT, LONG, SHORT, SHORT, SHORT, SHORT, SHORT, LONG, SHORT]
+FAR = {"skip": {"law": "uniform", "high": 16}}
 WAYS = {
     "next token": {"objective": "clm"},
-    "next token under a skip": {"objective": "clm", "view": "skip", "view_args": {"max_skip": 16}},
-    "self-distillation": {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 16}},
+    "next token under a skip": {"objective": "clm", "view": "skip", "view_args": FAR},
+    "self-distillation": {"objective": "self-distill", "view": "skip", "view_args": FAR},
     "kept by a teacher": {
         "objective": "native-distill", "view": "mix",
         "view_args": {"views": ["standard", {"view": "pose", "target": 64, "chunks": 4}]},

@@ -10,13 +10,14 @@ from transformers import TrainerCallback
 
 from rope_patch.attention import windowed
 from rope_patch.losses import CopiedTeacher
+from rope_patch.views import Uniform
 from trl_ext import RopeSFTConfig
 from trl_ext.memory import long_rows
 from trl_ext.memory import plan as memory_plan
 
 TILE = 5
 YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
-SKIP = {"view": "skip", "view_args": {"max_skip": 40}}
+SKIP = {"view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 OBJECTIVES = {
     "clm": SKIP,
     "clm by longce": {**SKIP, "objective_args": {"longce": {"short_context": 6, "stride": 4}}},

@@ -5,7 +5,9 @@ import torch
 from peft import LoraConfig
 from support.training import WAYS, documents, logged, trainer
 
-EXTEND = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
+from rope_patch.views import Uniform
+
+EXTEND = {"objective": "self-distill", "view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
 
 

@@ -3,7 +3,9 @@
 import pytest
 from support.training import documents, logged, trainer
 
-SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
+from rope_patch.views import Uniform
+
+SELF = {"objective": "self-distill", "view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 
 
 @pytest.mark.parametrize("objective", [SELF, {"objective": "clm", "view": "posaug"}], ids=["self-distill", "clm"])

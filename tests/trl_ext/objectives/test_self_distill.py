@@ -13,11 +13,12 @@ from transformers import CohereConfig, CohereForCausalLM, MixtralConfig, Mixtral
 from trl import SFTConfig, SFTTrainer
 
 from rope_patch.patch import view_source
+from rope_patch.views import Uniform
 from trl_ext.objectives import OBJECTIVES
 
 SelfDistillObjective = OBJECTIVES["self-distill"]
 
-SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
+SELF = {"objective": "self-distill", "view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 SHORT = {"short_context": 8}
 
 

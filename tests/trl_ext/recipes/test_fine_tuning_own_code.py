@@ -23,7 +23,7 @@ def arguments(tmp_path):
         "output_dir": str(tmp_path / "out"),
         "datasets": [{"path": "json", "data_files": str(tmp_path / "text.jsonl")}],
         "view": "skip",
-        "view_args": {"max_skip": 32},
+        "view_args": {"skip": {"law": "uniform", "high": 32}},
         "max_length": 32,
         "max_steps": 1,
         "use_cpu": True,

@@ -32,7 +32,7 @@ def parse(tmp_path):
     [
         ("vew: skip", "Unknown key 'vew' of {file}. Did you mean 'view'"),
         ("view: skip\nlearning-rate: 1.0e-5", "Unknown key 'learning-rate' of {file}. Did you mean 'learn"),
-        ("view_arg: {max_skip: 3}", "Did you mean 'view_args' or 'view'"),
+        ("view_arg: {skip: 3}", "Did you mean 'view_args' or 'view'"),
         ("zzzz: 1", "Unknown key 'zzzz' of {file}. --help-all explains each."),
         ("help: 1", "Unknown key 'help' of {file}."),
         ("on: 1", "Unknown key True of {file}."),
@@ -56,7 +56,7 @@ def parse(tmp_path):
         ("- view: skip", "the recipe {file} must be a YAML mapping, lines of `name: value`, got [{{'view': 'skip'}}]."),
         ("", "the recipe {file} must be a YAML mapping, lines of `name: value`, got None."),
         (
-            "view: skip\nview_args: {max_skip: 3\n",
+            "view: skip\nview_args: {split: 3\n",
             "the recipe {file} is no YAML: expected ',' or '}}', but got '<strea",
         ),
         ("view_args: " + "[" * 20_000, "the recipe {file} is nested too deeply: write lines of `name: value`."),
@@ -135,7 +135,7 @@ def test_flags_win_over_the_recipe_and_values_are_read_as_on_the_command_line(pa
     recipe = """
 env: {ROPE_PATCH_TEST: 1}
 view: skip
-view_args: {max_skip: 9}
+view_args: {skip: {law: uniform, high: 9}}
 learning_rate: 1e-4  # a text to YAML, which wants 1.0e-4
 max_steps: '7'
 packing: 'no'
@@ -143,9 +143,9 @@ lora_target_modules: all-linear
 eval_strategy: 'no'
 datasets: [{path: json, split: train}]
 """
-    _, training, model, data = parse(recipe, *ON_CPU, "--view_args", '{"max_skip": 3}', "--logging-steps", "5")
+    _, training, model, data = parse(recipe, *ON_CPU, "--view_args", '{"skip": 3}', "--logging-steps", "5")
     assert os.environ.pop("ROPE_PATCH_TEST") == "1"
-    assert training.view_args == {"max_skip": 3} and training.logging_steps == 5
+    assert training.view_args == {"skip": 3} and training.logging_steps == 5
     assert (training.learning_rate, training.max_steps, training.packing) == (1e-4, 7, False)
     assert model.lora_target_modules == "all-linear" and data.datasets[0].path == "json"
 

@@ -9,7 +9,7 @@ from support.tiny import tiny
 
 from rope_patch import patch_model, rope_view
 from rope_patch.generation.kv_rows import KVRows
-from rope_patch.views import Skip
+from rope_patch.views import Skip, Uniform
 from trl_ext.rows import own_chats, own_texts
 
 EOS = 2
@@ -174,11 +174,11 @@ def test_a_model_that_writes_no_chats_is_told(turn, message, monkeypatch):
 
 def test_nothing_is_sampled_under_a_view():
     model, tokenizer = chatty()
-    patch_model(model, "skip", max_skip=100)
+    patch_model(model, "skip", skip=Uniform(1, 100))
     options = {"max_tokens": 9, "temperature": 100.0, "batch_size": 4, "progress": False}
     assert own_texts(model, tokenizer, 1, **options), "a view for training is not in force"
     refused = pytest.raises(ValueError, match="a view of the RoPE indices is in force on the model")
-    with rope_view(model, Skip(max_skip=100)), refused:
+    with rope_view(model, Skip(skip=Uniform(1, 100))), refused:
         own_texts(model, tokenizer, 1, **options)
 
 

@@ -17,15 +17,16 @@ from trl import SFTConfig, SFTTrainer
 from rope_patch import load_adapter, patch_model
 from rope_patch.forward.state import state_of
 from rope_patch.rope.rotary import find_decoder
-from rope_patch.views import PosAug, View
+from rope_patch.views import Discrete, PosAug, Uniform, View
+from rope_patch.views.base import as_recipe
 from trl_ext import RopeSFTConfig
 from trl_ext.runs.method_record import RECORD_NAME
 
-SKIP = {"view": "skip", "view_args": {"max_skip": 40}}
+SKIP = {"view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 SELF = {"objective": "self-distill", **SKIP}
 RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}}
 LONGCE = {"objective_args": {"longce": {"short_context": 6, "stride": 4}}}
-COMPOSE = {"views": [{"view": "skip", "max_skip": 8}, {"view": "posaug", "law": "discrete", "values": [1, 2]}]}
+COMPOSE = {"views": [{"view": "skip", "skip": Uniform(1, 8)}, {"view": "posaug", "alpha": Discrete([1, 2])}]}
 END = {
     "view": "endprompt",
     "cue": "word",
@@ -55,12 +56,12 @@ def resumed(folder, **options):
 OTHERS = [
     (SKIP, {"view": "cyclic"}, "view='skip', and", "view='cyclic'."),
     ({}, SKIP, "view='standard', and", "view='skip'."),
-    (SKIP, {**SKIP, "view_args": {"max_skip": 20}}, "view_args.max_skip=40", "view_args.max_skip=20"),
-    (SKIP, {"view": "skip"}, "view_args.max_skip=40", "view_args.max_skip=None"),
+    (SKIP, {**SKIP, "view_args": {"skip": Uniform(1, 20)}}, "'high': 40}", "'high': 20}."),
+    (SKIP, {"view": "skip"}, "view_args.skip={'law': 'uniform', 'low': 1, 'high': 40}", "'low': 1}."),
     (
         {"view": "compose", "view_args": COMPOSE},
         {"view": "compose", "view_args": {"views": COMPOSE["views"][::-1]}},
-        "view_args.views=[{'view': 'skip', 'split': None",
+        "view_args.views=[{'view': 'skip', 'split': {'law': 'uniform', 'low': 0}",
         "view_args.views=[{'view': 'posaug'",
     ),
     ({**SKIP, "seed": 3}, {**SKIP, "seed": 4}, "view_seed=3", "view_seed=4"),
@@ -138,24 +139,30 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
     run = saved(tmp_path, **options)
     run.save_model(str(tmp_path / "last"))
     for folder in ("checkpoint-1", "last"):
-        assert json.loads((tmp_path / folder / RECORD_NAME).read_text())["view_args"]["max_skip"] == 40
-    with pytest.raises(ValueError, match="view_args.max_skip=40, and this run has view_args.max_skip=20"):
-        resumed(tmp_path, **{**options, "view_args": {"max_skip": 20}})
+        assert json.loads((tmp_path / folder / RECORD_NAME).read_text())["view_args"]["skip"]["high"] == 40
+    with pytest.raises(ValueError, match="'high': 40}, and this run has view_args.skip=.*'high': 20}"):
+        resumed(tmp_path, **{**options, "view_args": {"skip": Uniform(1, 20)}})
     assert resumed(tmp_path, **options).state.global_step == 2
 
 
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        (SKIP, {"view": "skip", "view_args": '{"max_skip": 40, "law": "uniform", "split": null}', "view_seed": 42}),
         (
-            {"view": "posaug", "view_args": {"law": "discrete", "values": (1.0, 2.0)}},
-            {"view": "posaug", "view_args": {"law": "discrete", "values": [1, 2], "granularity": "step"}},
+            SKIP,
+            {"view": "skip", "view_args": '{"skip": {"law": "uniform", "low": 1, "high": 40}}', "view_seed": 42},
         ),
-        ({"view": "posaug", "view_args": {"low": 1}}, {"view": "posaug", "view_args": {"low": 1.0, "high": 8}}),
+        (
+            {"view": "posaug", "view_args": {"alpha": Discrete((1.0, 2.0))}},
+            {"view": "posaug", "view_args": {"alpha": Discrete([1, 2]), "granularity": "step"}},
+        ),
+        (
+            {"view": "posaug", "view_args": {"alpha": Uniform(1, 8)}},
+            {"view": "posaug", "view_args": {"alpha": Uniform(1.0, 8.0)}},
+        ),
         (
             {"view": "compose", "view_args": COMPOSE},
-            {"view": "compose", "view_args": json.dumps(COMPOSE)},
+            {"view": "compose", "view_args": json.dumps(as_recipe(COMPOSE))},
         ),
         ({"seed": 3, "data_seed": 1}, {"seed": 4, "data_seed": 1, "view_args": {}}),
         (
@@ -172,7 +179,7 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
         ),
         ({**END, "view_args": {"target": 128}}, {**END, "view_args": {"target": 128}, "cue": "End."}),
     ],
-    ids=["json", "tuples", "defaults", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "cue"],
+    ids=["json", "tuples", "numbers", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "cue"],
 )
 def test_the_same_method_said_otherwise_goes_on(before, now, tmp_path, caplog):
     saved(tmp_path, **before)
@@ -192,11 +199,11 @@ def test_what_trl_decides_may_change(tmp_path):
 
 
 def test_a_view_that_the_model_came_with_counts_like_one_of_the_config(tmp_path):
-    saved(tmp_path, model=patch_model(tiny(), PosAug(high=4.0), seed=7))
+    saved(tmp_path, model=patch_model(tiny(), PosAug(Uniform(1, 4)), seed=7))
     with pytest.raises(ValueError, match="view='posaug', and this run has view='standard'"):
         resumed(tmp_path)
-    run = resumed(tmp_path, view="posaug", view_args={"high": 4}, view_seed=7)
-    assert state_of(find_decoder(run.model)).ended == (PosAug(high=4.0), "train")
+    run = resumed(tmp_path, view="posaug", view_args={"alpha": Uniform(1, 4)}, view_seed=7)
+    assert state_of(find_decoder(run.model)).ended == (PosAug(Uniform(1, 4)), "train")
 
 
 @dataclass(frozen=True)
@@ -234,7 +241,7 @@ def test_a_record_of_another_version_is_compared_where_both_say_something(tmp_pa
     saved(tmp_path, **SKIP)
     file = tmp_path / "checkpoint-1" / RECORD_NAME
     record = json.loads(file.read_text())
-    del record["shifted_attention"], record["view_args"]["law"]
+    del record["shifted_attention"], record["view_args"]["split"]
     file.write_text(json.dumps({**record, "of_a_later_version": 3}))
     assert resumed(tmp_path, **SKIP).state.global_step == 2
     file.write_text(json.dumps({**record, "format": 2}))

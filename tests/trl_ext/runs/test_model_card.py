@@ -13,10 +13,11 @@ from support.training import documents, tokenizer, trainer
 from transformers import AutoModelForCausalLM
 
 from rope_patch.model_card import OTHER_CARD_NAME, RECORD_NAME, BaseModel, facts_of, read_runs
+from rope_patch.views import Uniform
 from trl_ext.runs.model_card import DatasetFacts
 
 YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
-SKIP = {"view": "skip", "view_args": {"max_skip": 40}}
+SKIP = {"view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 
 
 def lora():
@@ -57,7 +58,10 @@ def test_the_card_of_a_whole_model(tmp_path, base, monkeypatch):
     assert row(card, "Window, in positions") == str(4 * WINDOW) and row(card, "Window of the base model") == str(WINDOW)
     assert row(card, "Rescaling of RoPE") == "`yarn` (factor 4.0)"
     assert row(card, "Objective") == "`self-distill`" and "kl_weight 1.0" in row(card, "Options")
-    assert row(card, "View of positions in training") == "`skip` (max_skip 40, law `uniform`)"
+    assert (
+        row(card, "View of positions in training")
+        == "`skip` (split.law `uniform`, split.low 0, skip.law `uniform`, skip.low 1, skip.high 40)"
+    )
     assert row(card, "Dataset") == "owner/books" and row(card, "Rows") == "24"
     assert row(card, "Tokens seen") == str(run._total_train_tokens) and row(card, "Optimizer steps") == "2"
     assert row(card, "Learning rate") == "0.01, constant" and row(card, "Weights trained") == "every weight"

@@ -17,8 +17,9 @@ from trl import SFTConfig, SFTTrainer
 
 from rope_patch import describe, load_adapter, patch_model
 from rope_patch.base.draws import DrawKey
+from rope_patch.methods import resolve_view
 from rope_patch.patch import view_source
-from rope_patch.views import Cyclic, PosAug, PoSE, Skip, Standard
+from rope_patch.views import Cyclic, Linear, PosAug, PoSE, Skip, Standard, Step, Uniform
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.data.cut_rows import cut_rows
 
@@ -304,14 +305,14 @@ def test_the_view_of_one_trainer_is_not_that_of_the_next(tmp_path):
         ),
         ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, drop-rope, dynamic-ntk"),
         (
-            {"view": "skip", "view_args": {"maxskip": 3}},
-            "Unknown option 'maxskip' of view 'skip'. Did you mean 'max_skip'",
+            {"view": "skip", "view_args": {"spilt": 3}},
+            "Unknown option 'spilt' of view 'skip'. Did you mean 'split'",
         ),
         ({"view": "yarn"}, "'yarn' is a rescaling; a view is one of chunk-permute"),
         ({"rescale": "yarm"}, "Unknown rescaling 'yarm'. Did you mean 'yarn'"),
         ({"rescale_args": {"factor": 2.0}}, "rescale_args needs rescale"),
-        ({"view_args": {"max_skip": 9}}, "view_args needs view, the name of the view; got {'max_skip': 9}"),
-        ({"view": "skip", "view_args": "{'max_skip': 9}"}, "view_args must be a dict, or a JSON object such as"),
+        ({"view_args": {"split": 9}}, "view_args needs view, the name of the view; got {'split': 9}"),
+        ({"view": "skip", "view_args": "{'split': 9}"}, "view_args must be a dict, or a JSON object such as"),
         (
             {"view": "pose", "view_args": {"target": 64, "window": 16}, "packing": True, "max_length": 32},
             "view 'pose' with window=.* cuts one document a row: switch packing",
@@ -348,9 +349,13 @@ def test_a_wrong_config_stops_before_a_model_is_loaded(options, message, tmp_pat
         RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
-def test_options_come_as_json_from_a_command_line(tmp_path):
-    args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, view="skip", view_args='{"max_skip": 9}')
-    assert args.view_args == {"max_skip": 9}
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [('{"skip": 9}', {"skip": 9}), ({"skip": Uniform(1, 9)}, {"skip": {"law": "uniform", "low": 1, "high": 9}})],
+)
+def test_options_come_as_json_or_objects_and_are_kept_as_json(given, kept, tmp_path):
+    args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, view="skip", view_args=given)
+    assert args.view_args == kept and args.make_view() == resolve_view("skip", kept)
 
 
 def test_a_patch_that_fails_leaves_the_model_as_it_came(tmp_path):
@@ -505,7 +510,7 @@ def test_a_second_trainer_of_one_model_has_its_own_autocast(first, tmp_path):
 
 
 def test_a_curriculum_goes_by_the_steps_of_the_run(tmp_path):
-    options = {"curriculum": "step", "until": 0.5}
+    options = {"alpha": Step(Uniform(1 / 8, 8))}
     run = trainer(tmp_path, view="posaug", view_args=options, max_steps=6, gradient_accumulation_steps=2)
     run.train()
     alphas = [entry["view/alpha"] for entry in logged(run, "view/alpha")]
@@ -514,12 +519,12 @@ def test_a_curriculum_goes_by_the_steps_of_the_run(tmp_path):
 
 @pytest.mark.parametrize(("n_steps", "first"), [(5, 4), (2, 1), (1, 0)])
 def test_a_curriculum_comes_to_its_end_however_late_that_is(n_steps, first, tmp_path):
-    late = {"curriculum": "step", "until": 0.99}
+    late = {"alpha": Step(Uniform(1 / 8, 8), until=0.99)}
     run = trainer(tmp_path, view="posaug", view_args=late, max_steps=n_steps)
     run.train()
     alphas = [entry["view/alpha"] for entry in logged(run, "view/alpha")]
     assert [alpha != 1 for alpha in alphas] == [step >= first for step in range(n_steps)]
-    grows = {"curriculum": "linear", "start": [2.0, 2.0], "low": 4.0, "high": 4.0}
+    grows = {"alpha": Linear(Uniform(4, 4), start=[2, 2])}
     run = trainer(tmp_path, view="posaug", view_args=grows, max_steps=n_steps)
     run.train()
     assert logged(run, "view/alpha")[-1]["view/alpha"] == 4.0

@@ -22,6 +22,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from rope_patch import patch_model, rope_view
+from rope_patch.views import Uniform
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's own, of what it takes until its version 2
@@ -91,7 +92,7 @@ def test_models_with_several_axes_train_on_images_as_with_trl(kind, tmp_path):
 def test_a_view_that_moves_positions_is_refused_on_several_axes(tmp_path):
     run = RopeSFTTrainer(
         images.model("Qwen2VL"),
-        RopeSFTConfig(**settings(tmp_path, view="skip", view_args={"max_skip": 8})),
+        RopeSFTConfig(**settings(tmp_path, view="skip", view_args={"skip": Uniform(1, 8)})),
         train_dataset=images.conversations(),
         processing_class=images.processor("Qwen2VL"),
     )
@@ -592,7 +593,7 @@ def test_a_model_by_name_is_loaded_as_trl_loads_it(tmp_path):
     same(*map(after, runs))
 
 
-@pytest.mark.parametrize("view", [{}, {"view": "skip", "view_args": {"max_skip": 40}}], ids=["standard", "skip"])
+@pytest.mark.parametrize("view", [{}, {"view": "skip", "view_args": {"skip": 40}}], ids=["standard", "skip"])
 def test_a_compute_loss_of_ones_own_runs_under_the_view(view, tmp_path):
     """It gets what TRL's collator makes and nothing else, and forwards draw by step and document all the same."""
 

@@ -10,11 +10,11 @@ from support.tiny import VOCAB, tiny
 from support.training import logged, trainer
 
 from rope_patch.patch import view_source
-from rope_patch.views import Skip
+from rope_patch.views import Skip, Uniform
 
 SPLIT, SKIP = 20, 10
 FIXED = {"objective": "self-distill", "view": "skip", "view_args": {"split": SPLIT, "skip": SKIP}}
-DRAWN = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
+DRAWN = {"objective": "self-distill", "view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 LENGTHS = [60, 10, 21, 30, 3, 2, 12, 45]  # of 21 the view moves the last token alone, behind which nothing is predicted
 WAYS = {
     "padded": {"per_device_train_batch_size": 8},

@@ -22,11 +22,11 @@ NOTHING = {
     "as long as the target": (EndPrompt(target=12, cue_tokens=3), [12], True),
     "a split at the last token": (Skip(split=11, skip=5), [12], False),
     "skips that cancel": (Compose([Skip(split=5, skip=30), Skip(split=35, skip=-30)]), [12, 40], True),
-    "factors that cancel": (Compose([PosAug(low=0.5, high=0.5), PosAug(low=2.0, high=2.0)]), [12, 900], True),
+    "factors that cancel": (Compose([PosAug(0.5), PosAug(2.0)]), [12, 900], True),
     "turns that cancel": (Compose([Cyclic(shift=6), Cyclic(shift=6)]), [12], True),
     "by layer": (PerLayer(EndPrompt(target=12, cue_tokens=3), "top"), [12], True),
     "one token": (Skip(), [1], True),
-    "one view of a mix": (Mix([Skip(max_skip=9), EndPrompt(target=12, cue_tokens=3)]), [12], True),
+    "one view of a mix": (Mix([Skip(skip=9), EndPrompt(target=12, cue_tokens=3)]), [12], True),
 }
 SOMETHING = {
     "one token of cue, which the loss reads": (EndPrompt(target=64, cue_tokens=1), [12, 20], True),
@@ -51,7 +51,7 @@ NOTHING_BY_TOKENS = {
     "no sentence ends within": (SENTENCES, [[1, 2, 3], [1, 2, 3, 9], [4, 5]], True),
     "a sentence of one token at the end": (SENTENCES, [[1, 2, 9, 3]], False),
     "by layer": (PerLayer(CUES, "top"), [[1, 2, 3, 4]], True),
-    "one view of a mix": (Mix([Skip(max_skip=9), CUES]), [[1, 2, 3, 4]], True),
+    "one view of a mix": (Mix([Skip(skip=9), CUES]), [[1, 2, 3, 4]], True),
     "undone": (Compose([CUES, Skip(split=2, skip=-60)]), [[1, 2, 6, 7]], True),
 }
 SOMETHING_BY_TOKENS = {

@@ -13,7 +13,7 @@ from rope_patch import patch_model
 from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
 from rope_patch.patch import view_source
-from rope_patch.views import VIEWS, Compose, EndPrompt, LongRecipe, PoSE, Skip
+from rope_patch.views import VIEWS, Compose, EndPrompt, LongRecipe, PoSE, Skip, Uniform
 from trl_ext.data.cut_rows import cut_rows
 
 TARGETS = {
@@ -27,6 +27,9 @@ TARGETS = {
 def with_target(name, target):
     view, options = TARGETS[name]
     return {"view": view, "view_args": {**options, "target": target}}
+
+
+FAR = {"skip": Uniform(1, 1000)}
 
 
 @pytest.mark.parametrize(
@@ -91,12 +94,12 @@ def test_a_new_base_promises_the_target_and_the_rows(tmp_path):
 @pytest.mark.parametrize(
     ("view", "reach"),
     [
-        ({"view": "skip", "view_args": {"max_skip": 1000}}, 23 + 1000),
-        ({"view": "skip", "view_args": {"max_skip": 1000}, "rescale": "yarn", "rescale_args": {"factor": 2.0}}, 1023),
-        ({"view": "skip", "view_args": {"max_skip": 1000}, "rescale": "abf", "rescale_args": {"theta": 1e6}}, 1023),
+        ({"view": "skip", "view_args": FAR}, 23 + 1000),
+        ({"view": "skip", "view_args": FAR, "rescale": "yarn", "rescale_args": {"factor": 2.0}}, 1023),
+        ({"view": "skip", "view_args": FAR, "rescale": "abf", "rescale_args": {"theta": 1e6}}, 1023),
         ({"view": "posaug"}, 8 * 23),
         ({"view": "rpe", "view_args": {"max_index": 512}}, 511),
-        ({"view": "dilation", "view_args": {"high": 4.0}}, 4 * 23),
+        ({"view": "dilation", "view_args": {"factor": Uniform(0.5, 4.0)}}, 4 * 23),
     ],
     ids=["skip", "skip-yarn", "skip-abf", "posaug", "rpe", "dilation"],
 )
@@ -107,7 +110,7 @@ def test_views_that_are_meant_to_go_beyond_the_window_say_so_in_one_line(view, r
     assert f"shows RoPE indices up to {reach}, beyond the model's window" in line
 
 
-@pytest.mark.parametrize("view", [{}, {"view": "skip", "view_args": {"max_skip": 40}}, {"view": "cyclic"}])
+@pytest.mark.parametrize("view", [{}, {"view": "skip", "view_args": {"skip": Uniform(1, 40)}}, {"view": "cyclic"}])
 def test_a_run_within_the_window_says_nothing(view, caplog, tmp_path):
     trainer(tmp_path, **view)
     assert "window" not in caplog.text
@@ -129,11 +132,11 @@ def test_rows_beyond_the_window(caplog, tmp_path):
 
 
 VIEW_OPTIONS = {
-    "skip": {"max_skip": 37},
+    "skip": {"skip": Uniform(1, 37)},
     "cyclic": {},
     "chunk-permute": {"blocks": 5},
-    "dilation": {"low": 0.5, "high": 3.0},
-    "posaug": {"high": 4.0, "granularity": "sample"},
+    "dilation": {"factor": Uniform(0.5, 3.0)},
+    "posaug": {"alpha": Uniform(0.125, 4.0), "granularity": "sample"},
     "endprompt": {"target": 90, "cue_tokens": 2, "placement": "random"},
     "pose": {"target": 90, "chunks": 3},
     "longrecipe": {"target": 90, "sentence_ends": [3, 4, 5]},
@@ -142,7 +145,7 @@ VIEW_OPTIONS = {
     "rpe": {"max_index": 70, "granularity": "sample"},
     "nope": {},
     "standard": {},
-    "mix": {"views": ["standard", {"view": "skip", "max_skip": 37}, {"view": "pose", "target": 90}]},
+    "mix": {"views": ["standard", {"view": "skip", "skip": Uniform(1, 37)}, {"view": "pose", "target": 90}]},
 }
 
 
@@ -161,7 +164,7 @@ def test_no_draw_goes_beyond_the_reach_of_a_view(name, n, seed):
     view = VIEWS[name](**VIEW_OPTIONS[name])
     assert largest_index(view, n, seed) <= view.reach(n)
     if not view.rescales and name not in ("nope", "standard", "mix"):  # which stand alone
-        both = Compose([view, Skip(max_skip=9)])
+        both = Compose([view, Skip(skip=Uniform(1, 9))])
         assert largest_index(both, n, seed) <= both.reach(n)
 
 
@@ -172,7 +175,7 @@ def test_the_reach_is_the_largest_index():
         (EndPrompt(target=64, cue_tokens=1), 10, 63),
         (EndPrompt(target=64, cue_tokens=0), 10, 9),
         (LongRecipe(target=64, sentence_ends=[5]), 10, 63),
-        (Compose([Skip(split=3, skip=5), VIEWS["posaug"](low=2.0, high=2.0)]), 10, 28),
+        (Compose([Skip(split=3, skip=5), VIEWS["posaug"](2.0)]), 10, 28),
     ]:
         assert view.reach(n) == reach
     assert largest_index(EndPrompt(target=64, cue_tokens=1), 10, 0) == 63

@@ -32,5 +32,5 @@ def test_an_unknown_direction_is_refused():
 def test_a_view_that_is_always_in_force_is_no_standard():
     model, rows = tiny(dtype=torch.float64), tokens(2, 24)
     plain = view_kl(model, rows, [0, 5], split=10, progress=False).kl
-    patch_model(model, "dilation", low=2, high=2, when="always")
+    patch_model(model, "dilation", factor=2, when="always")
     assert view_kl(model, rows, [0, 5], split=10, progress=False).kl == pytest.approx(plain, abs=1e-9)
