@@ -196,7 +196,7 @@ def test_errors_about_cues_name_it_beside_ours(tmp_path):
         trainer(tmp_path, cue=CUE)
     with pytest.raises(ValueError, match="cue goes with .*, whose end_tokens it sets"):
         trainer(tmp_path, cue=CUE, **GIVEN)
-    with pytest.raises(ValueError, match="cue_weight weighs the tokens of view='endprompt' or view='far-end'"):
+    with pytest.raises(ValueError, match="cue_weight .* weighs the tokens of view='endprompt' or view='far-end'"):
         trainer(tmp_path, objective_args={"cue_weight": 0.5})
 
 
