@@ -279,7 +279,11 @@ def _promised(window: int | None, config: Any) -> int | None:
     if window is None:
         return reached
     require_integer("window", window, least=1)
-    if reached is None or window > reached:
+    if reached is None:
+        raise ValueError(
+            f"window must be left out for model type {config.model_type!r}, whose config names none, got {window}."
+        )
+    if window > reached:
         raise ValueError(f"window must be at most the {reached} positions of the model's config, got {window}.")
     parameters = config.rope_parameters
     of_layer_types = parameters.values() if is_nested(parameters) else [parameters]
