@@ -21,6 +21,7 @@ def folder(tmp_path, monkeypatch):
     text = "It was a dark night. Who was there? " * 200
     (tmp_path / "books.jsonl").write_text(json.dumps({"text": text}) + "\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trl_ext.extension.machine._SECONDS", 0.0)
     return tmp_path
 
 
