@@ -18,9 +18,10 @@ from trl_ext.extension.options import ExtendOptions
 def folder(tmp_path, monkeypatch):
     tiny(vocab_size=CHARACTERS, max_position_embeddings=800).save_pretrained(tmp_path / "base")
     character_tokenizer().save_pretrained(tmp_path / "base")
-    text = "It was a dark night. Who was there? " * 200
-    (tmp_path / "books.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    text = "It was a dark night. Who was there? " * 200  # of many documents one is measured on, beside no others
+    (tmp_path / "books.jsonl").write_text("".join(json.dumps({"text": f"{k} {text}"}) + "\n" for k in range(20)))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trl_ext.extension.machine._SECONDS", 0.0)
     return tmp_path
 
 

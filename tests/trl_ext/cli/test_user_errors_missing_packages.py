@@ -47,6 +47,7 @@ def told(packages, commands):
     return list(zip(said[::2], said[1::2], strict=True))
 
 
+@pytest.mark.slow
 def test_without_trl_its_commands_name_the_extra(folder):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     commands = [["train", "recipe.yaml"], EXTEND, ["demo", "--output", "demo"], ["methods", "self-distill"]]

@@ -1,6 +1,7 @@
 """A folder with tiny models and a text that they can be extended on."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,23 +13,37 @@ WINDOW = 800
 TEXT = "It was a dark night. The wind blew! Who was there? "
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """With models "base" (Llama) and "sliding" (Gemma 3), which end what they write, and documents."""
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory):
+    """Models "base" (Llama) and "sliding" (Gemma 3), which end what they write, and documents; no test writes here."""
+    folder = tmp_path_factory.mktemp("inputs")
     torch.manual_seed(0)
     models = {
         "base": tiny(vocab_size=CHARACTERS, max_position_embeddings=WINDOW),
         "sliding": gemma3(CHARACTERS, WINDOW),
     }
     for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
-        character_tokenizer().save_pretrained(tmp_path / name)
+        model.save_pretrained(folder / name)
+        character_tokenizer().save_pretrained(folder / name)
     lines = [json.dumps({"text": f"Book {k}. " + TEXT * 200}) for k in range(20)]
-    (tmp_path / "books.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "short.jsonl").write_text(json.dumps({"text": "short"}) + "\n")
-    (tmp_path / "other.jsonl").write_text(json.dumps({"body": "short"}) + "\n")
+    (folder / "books.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "short.jsonl").write_text(json.dumps({"text": "short"}) + "\n")
+    (folder / "other.jsonl").write_text(json.dumps({"body": "short"}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def folder(inputs, tmp_path, monkeypatch):
+    """A copy of `inputs`, where one is."""
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def short_calibration(monkeypatch):
+    """Each plan measures the machine; nothing here reads how fast it is."""
+    monkeypatch.setattr("trl_ext.extension.machine._SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,10 @@ SMALL = {
 @pytest.fixture
 def quick(monkeypatch):
     """Leaves out what takes longest: loading the result in another process, drawing the page, texts of the model."""
+    leave_out(monkeypatch)
 
+
+def leave_out(monkeypatch):
     def page(results, folder, *_):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.html").touch()
@@ -44,13 +48,36 @@ def quick(monkeypatch):
     monkeypatch.setitem(SMALL, "shares", {"text": 1.0, "questions": 1.0})
 
 
+@pytest.fixture(scope="module")
+def made(inputs, tmp_path_factory):
+    """A folder with what `run` makes of "base", and what it returns."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(inputs, folder, dirs_exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        leave_out(patch)
+        return folder / "out", run()
+
+
+@pytest.fixture
+def finished(made, folder, quick):
+    """`run` is done in this folder; what it has returned."""
+    shutil.copytree(made[0], folder / "out")
+    return made[1]
+
+
 def run(model="base", output="out", said=None, **options):
     tell = (lambda _: None) if said is None else said.append
     return extend(model, to=TO, data="books.jsonl", output=output, tell=tell, **{**SMALL, **options})
 
 
-@pytest.mark.parametrize("model", ["base", pytest.param("sliding", marks=pytest.mark.slow)])
-def test_a_model_is_extended_measured_and_exported(model, folder, weights, capsys):
+@pytest.mark.parametrize(
+    ("model", "anew"),
+    [("base", False), *(pytest.param(model, True, marks=pytest.mark.slow) for model in ("base", "sliding"))],
+)
+def test_a_model_is_extended_measured_and_exported(model, anew, folder, weights, capsys, monkeypatch):
+    if anew:  # what is exported is loaded in a Python of its own, as users have it
+        monkeypatch.setattr("rope_patch.export.reloading.subprocess", subprocess)
     said = []
     done = run(model, said=said, targets=["vllm"], rows=8)  # of four steps; behind three the time that is left is told
     assert done.model == folder / "out/model" or done.model.resolve() == (folder / "out/model").resolve()
@@ -110,8 +137,8 @@ def stop_training(monkeypatch):
 
 
 @pytest.mark.parametrize(("train", "lora_rank"), [("all", None), pytest.param("lora", 4, marks=pytest.mark.slow)])
-def test_an_interrupted_training_goes_on_to_the_same_weights(train, lora_rank, folder, quick, weights, monkeypatch):
-    whole = run(output="whole", train=train, lora_rank=lora_rank)
+def test_an_interrupted_training_goes_on_to_the_same_weights(train, lora_rank, folder, finished, weights, monkeypatch):
+    whole = finished if lora_rank is None else run(output="whole", train=train, lora_rank=lora_rank)
     with monkeypatch.context() as patch:
         stop_training(patch)
         with pytest.raises(Stop):
@@ -138,9 +165,8 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(train, lora_rank, f
 
 
 @pytest.mark.slow
-def test_a_training_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before(folder, quick, weights):
+def test_a_training_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before(folder, finished, weights):
     """Weights, optimizer and the trainer's state are written one after the other: of a large model in minutes."""
-    whole = run()
     with pytest.MonkeyPatch.context() as patch:
         stop_training(patch)
         with pytest.raises(Stop):
@@ -153,7 +179,7 @@ def test_a_training_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_b
     said = []
     parts = run(output="parts", said=said)
     assert "\nTraining." in said and "Training, from" not in "".join(said)
-    one, other = weights(whole.model), weights(parts.model)
+    one, other = weights(finished.model), weights(parts.model)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -197,11 +223,10 @@ def test_a_run_that_was_stopped_in_any_stage_goes_on(stage, folder, quick, monke
     assert "\nMeasuring it again, as it is served." in said and done.report.is_file()
 
 
-def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, quick):
-    first = run()
+def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, finished):
     said = []
     again = run(said=said)
-    assert again.table == first.table and not any("Training" in line for line in said)
+    assert again.table == finished.table and not any("Training" in line for line in said)
     more = run(targets=["sglang"])
     assert set(more.commands) == {"transformers", "sglang"} and (folder / "out/model-sglang/config.json").is_file()
 
@@ -414,30 +439,27 @@ def test_an_adapter_is_to_be_merged_first(folder):
         run()
 
 
-def test_what_is_exported_promises_the_window_that_was_trained(folder, quick):
-    done = run()
-    export(done.model, folder / "copy", window=1200, check=False)
+def test_what_is_exported_promises_the_window_that_was_trained(folder, finished):
+    export(finished.model, folder / "copy", window=1200, check=False)
     assert AutoConfig.from_pretrained(folder / "copy").max_position_embeddings == 1200
     with pytest.raises(ValueError, match="window must be at most the 1600 positions"):
-        export(done.model, folder / "more", window=4000)
+        export(finished.model, folder / "more", window=4000)
 
 
-def test_the_tokenizer_of_an_export_promises_no_more_than_its_config(folder, quick):
-    done = run()
-    config = json.loads((done.model / "tokenizer_config.json").read_text())
+def test_the_tokenizer_of_an_export_promises_no_more_than_its_config(folder, finished):
+    config = json.loads((finished.model / "tokenizer_config.json").read_text())
     assert config.get("model_max_length") != 1600
-    (done.model / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 1600}))
+    (finished.model / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 1600}))
     for window, named in ((1200, 1200), (None, 1600)):
-        export(done.model, folder / f"copy-{named}", window=window, check=False)
+        export(finished.model, folder / f"copy-{named}", window=window, check=False)
         assert AutoTokenizer.from_pretrained(folder / f"copy-{named}").model_max_length == named
 
 
-def test_a_finished_run_whose_model_is_gone_exports_it_again(folder, quick):
-    first = run()
-    shutil.rmtree(first.model)
+def test_a_finished_run_whose_model_is_gone_exports_it_again(folder, finished):
+    shutil.rmtree(finished.model)
     run()
-    assert (first.model / "config.json").is_file()
-    shutil.rmtree(first.model)
+    assert (finished.model / "config.json").is_file()
+    shutil.rmtree(finished.model)
     shutil.rmtree(folder / "out" / "trained")
     with pytest.raises(ValueError, match="model is no longer there, nor is .*trained"):
         run()

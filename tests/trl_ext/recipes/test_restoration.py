@@ -1,5 +1,6 @@
 """Two stages in one call, interrupted at every border, and what comes out of them."""
 
+import functools
 import json
 import os
 import re
@@ -39,9 +40,24 @@ DOCUMENTS = Dataset.from_list([{"text": TEXT}, {"text": "short"}, {"text": TEXT[
 
 @pytest.fixture
 def folder(tmp_path):
-    tiny(vocab_size=CHARACTERS).save_pretrained(tmp_path / "tiny")
-    character_tokenizer().save_pretrained(tmp_path / "tiny")
-    return tmp_path
+    return with_model(tmp_path)
+
+
+def with_model(folder):
+    tiny(vocab_size=CHARACTERS).save_pretrained(folder / "tiny")
+    character_tokenizer().save_pretrained(folder / "tiny")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A function that gives what `run` makes with these options; each is made once, and no test writes there."""
+
+    @functools.cache
+    def made(peft=True, skip_extension=False):
+        return run(with_model(tmp_path_factory.mktemp("done")), peft=peft, skip_extension=skip_extension)
+
+    return made
 
 
 def run(folder, name="out", peft=True, model=None, **options):
@@ -242,10 +258,10 @@ def test_rows_beyond_the_window_of_the_teacher_are_refused_before_a_model_is_loa
 
 
 @pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
-def test_the_result_is_a_plain_rescaled_checkpoint(folder, peft):
-    restored = run(folder, peft=peft)
+def test_the_result_is_a_plain_rescaled_checkpoint(done, peft):
+    restored = done(peft)
     assert restored.distil.tokens == 3 * 2 * 60 and restored.extend.tokens == 2 * 2 * 120
-    assert restored.tokens == 360 + 480 and restored.folder == folder / "out" / "model"
+    assert restored.tokens == 360 + 480 and restored.folder.parts[-2:] == ("out", "model")
     config = json.loads((restored.folder / "config.json").read_text())
     assert config["rope_parameters"]["factor"] == 4.0 and config["rope_parameters"]["rope_type"] == "linear"
     rescaled = patch_model(tiny(vocab_size=CHARACTERS), "pi", factor=4.0)
@@ -256,8 +272,8 @@ def test_the_result_is_a_plain_rescaled_checkpoint(folder, peft):
 
 
 @pytest.mark.parametrize("peft", [False, True])
-def test_the_card_tells_of_both_stages(folder, peft, monkeypatch):
-    result = run(folder, peft=peft)
+def test_the_card_tells_of_both_stages(done, peft, monkeypatch):
+    result = done(peft)
     card = card_in(result.folder)
     first, second = card.text.partition("### Stage 2")[::2]
     assert first.lstrip().startswith("# out\n"), "the folder that the user named"
@@ -267,14 +283,14 @@ def test_the_card_tells_of_both_stages(folder, peft, monkeypatch):
     for stage, length in ((first, 60), (second, 120)):
         assert f"| Rows | {len(TEXT) // length + 493 // length} |" in stage
     assert "`pi` (factor 4.0)" in first and first.count("`pi` (factor 4.0)") == 1
-    assert "`tiny`, a model in a local folder" in first and str(folder) not in card.content
+    assert "`tiny`, a model in a local folder" in first and str(result.folder.parents[1]) not in card.content
     assert "2604.00004" in second and "2306.15595" in second
     assert [one["objective"] for one in read_runs(result.folder)] == ["relation-distill", "clm"]
     assert run_code(result.folder, monkeypatch)["model"].config.rope_parameters["rope_type"] == "linear"
 
 
-def test_an_interrupted_run_goes_on_to_the_same_result(folder, monkeypatch):
-    whole = run(folder, "whole")
+def test_an_interrupted_run_goes_on_to_the_same_result(folder, done, monkeypatch):
+    whole = done()
     step, calls, stop_at = module.RopeSFTTrainer.training_step, [], [2, 6]
 
     def stopping(self, *args, **kwargs):
@@ -298,9 +314,9 @@ def test_an_interrupted_run_goes_on_to_the_same_result(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
-def test_a_run_that_was_killed_while_it_saved_goes_on(is_there, folder, monkeypatch):
+def test_a_run_that_was_killed_while_it_saved_goes_on(is_there, folder, done, monkeypatch):
     """Of what a killed process has begun to write nothing is taken for whole, and nothing is left."""
-    whole = run(folder, "whole", skip_extension=True)
+    whole = done(skip_extension=True)
     with monkeypatch.context() as patch:
         patch.setattr(module.RopeSFTTrainer, "_save_rng_state", stop)  # behind the weights, before the trainer's state
         with pytest.raises(KeyboardInterrupt):
@@ -318,7 +334,7 @@ def test_a_run_that_was_killed_while_it_saved_goes_on(is_there, folder, monkeypa
     restored = run(folder, "parts", skip_extension=True)
     assert torch.equal(logits(restored.folder), logits(whole.folder))
     assert sorted(os.listdir(restored.folder)) == sorted(os.listdir(whole.folder))
-    assert sorted(os.listdir(folder / "parts")) == sorted(os.listdir(folder / "whole"))
+    assert sorted(os.listdir(folder / "parts")) == sorted(os.listdir(whole.folder.parent))
 
 
 def stop(*_):
@@ -398,8 +414,8 @@ def test_two_ranks_restore_like_one_and_the_first_one_writes(folder):
     torch.testing.assert_close(logits(folder / "two" / "model"), logits(alone.folder), rtol=1e-4, atol=1e-4)
 
 
-def test_stage_two_starts_from_stage_one(folder):
-    alone = run(folder, "alone", skip_extension=True)
+def test_stage_two_starts_from_stage_one(folder, done):
+    alone = done(skip_extension=True)
     still = run(folder, "still", extend={**STAGES["extend"], "learning_rate": 0.0})
     assert alone.extend is None and not torch.equal(logits(alone.folder), logits(folder / "tiny"))
     torch.testing.assert_close(logits(still.folder), logits(alone.folder))
@@ -444,8 +460,8 @@ def test_other_text_or_another_model_in_the_same_folder_is_refused(folder, monke
 
 @pytest.mark.parametrize("asked", [{"revision": "dev"}, {}], ids=["dev", "none"])
 @pytest.mark.parametrize("peft", [pytest.param(True, marks=pytest.mark.slow), False], ids=["lora", "qkv"])
-def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(peft, asked, folder, monkeypatch):
-    whole = run(folder, "whole", peft=peft)
+def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(peft, asked, folder, done, monkeypatch):
+    whole = done(peft)
     hub = {"model": "owner/base", "model_init_kwargs": asked}
     branch = asked.get("revision", "main")
     use_cache(monkeypatch, folder / "hub")
