@@ -49,8 +49,6 @@ NATIVE = {"objective": "native-distill", **YARN, **SKIP}
 LONGCE = {"short_context": 8, "stride": 4, "cap": 1.5}
 CUE = {"view": "endprompt", "view_args": {"target": 200}, "cue": "word", "max_length": 32, **PI}
 HALF = {"n_labels": 6}
-STEP = {"law": "uniform", "low": 1 / 8, "high": 8.0, "curriculum": "step", "until": 0.9}
-NOISE = {"kind": "attention_noise", "strength": 0.3}
 
 # name: options of RopeSFTConfig; `model`, `lora` and `data` (options of `documents`) are not among them
 TRAINED: dict[str, dict[str, Any]] = {
@@ -65,9 +63,6 @@ TRAINED: dict[str, dict[str, Any]] = {
     "clm skip qwen3": {**SKIP, "model": "qwen3"},
     "clm skip gemma3": {**SKIP, "model": "gemma3"},
     "clm skip linear": {
-        "view": "skip",
-        "view_args": {"skip": {"law": "uniform", "high": 90, "curriculum": "linear", "start": 4}},
-    },
         "view": "skip",
         "view_args": {"skip": {"law": "uniform", "high": 90, "curriculum": "linear", "start": 4}},
     },
@@ -124,7 +119,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "self dropout": {"objective": "self-distill", "objective_args": {"control": {"kind": "dropout"}}},
     "self noise": {
         "objective": "self-distill",
-        "objective_args": {"control": NOISE},
+        "objective_args": {"control": {"kind": "attention_noise", "strength": 0.3}},
     },
     "self longce": {**SELF, "objective_args": {"longce": LONGCE}},
     "self restored": {**SELF, **YARN, "objective_args": {"restore": {"every": 2}}},
