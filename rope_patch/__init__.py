@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from .attention.string_positions import string_positions
-from .base.version import __version__
 from .describe import describe
 from .export import export
 from .loading import load_adapter
 from .methods import list_methods
 from .patch import native_rope, patch_model, rope_view, unpatch_model
 from .rescalings import RESCALINGS
+from .version import __version__
 from .views import VIEWS
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 import sys
 
-from .base.version import __version__
 from .methods import list_methods
+from .version import __version__
 
 
 def main(arguments: list[str]) -> int:

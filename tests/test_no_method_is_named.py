@@ -26,14 +26,14 @@ ALLOWED = {  # (start of a path, name) -> what else it is
     ("rope_patch/rope/rotary.py", "longrope"): "a RoPE type of Transformers",
     ("rope_patch/rope/rotary.py", "yarn"): "a RoPE type of Transformers",
 }
-CORE = "patch methods describe loading rescalings/in_place".split()
+CORE = "patch methods describe loading rescalings/in_place rope/rotary".split()
 
 
 def modules():
     """Of the trainer, the evaluation and the core, relative to the root."""
     folders = (
         "trl_ext",
-        *(f"rope_patch/{room}" for room in "adapters attention eval forward generation layout prompts rope".split()),
+        *(f"rope_patch/{room}" for room in "adapters attention eval forward generation layout prompts".split()),
     )
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     files += [ROOT / "rope_patch" / f"{name}.py" for name in CORE]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rope_patch.base.version import __version__
+from rope_patch.version import __version__
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {

@@ -13,10 +13,10 @@ from torch import nn
 from transformers.utils import logging
 
 from ..base.json_records import read_record
-from ..base.version import __version__
 from ..methods import resolve_rescaling, resolve_view
 from ..rescalings import Rescaling
 from ..rope.rotary import find_causal_lm, find_decoder, with_factors
+from ..version import __version__
 from ..views import View
 
 if TYPE_CHECKING:

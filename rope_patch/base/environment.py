@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from .version import __version__
+from ..version import __version__
 
 
 def installed_versions(*packages: str) -> dict[str, str]:

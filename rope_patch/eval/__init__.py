@@ -16,6 +16,7 @@ from .measures.retrieval import niah, passkey, retrieval
 from .measures.retrieval_grid import RetrievalGrid
 from .measures.ruler import Ruler, ruler
 from .measures.short_text import ShortText, short_text
+from .measures.view_kl import ViewKL, view_kl
 from .regressions import Cell, Regressions, regressions
 from .report import write_report
 from .results.paired import mcnemar, paired_interval

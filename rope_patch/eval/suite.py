@@ -28,11 +28,11 @@ from .measures.ruler import RULER
 from .measures.short_text import SHORT
 from .measures.subject import Subject
 from .measures.view_kl import VIEW_KL
+from .measures.vllm_backend import check_vllm, vllm_version
 from .results.cache import Remember, ResultCache, data_hash, files_hash, model_hash
 from .results.progress import tell
 from .results.result import Result
 from .results.tokenizer_identity import tokenizer_hash
-from .vllm_backend import check_vllm, vllm_version
 
 MEASURES: dict[str, Measure] = Registry("measure")
 """Name -> measure, in the order in which they run."""

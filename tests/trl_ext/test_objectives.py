@@ -40,13 +40,11 @@ OPTIONS_REFUSED = [
     ("self-distill", {"kl_weight": INF}, "kl_weight must be a number of at least 0, got inf"),
     ("self-distill", {"view_clm": NAN}, "view_clm must be a number of at least 0, got nan"),
     ("self-distill", {"kl_top": "0.5"}, "kl_top must be a number above 0 and below 1, got '0.5'"),
-    ("self-distill", {"kl_top": 0.5, "kl_weight": 0.0}, "kl_top chooses rows of a KL that weighs 0"),
     (
         "self-distill",
         {"kl_longce": {"cap": 0.0}},
         "kl_longce in objective_args of 'self-distill': cap must be a number",
     ),
-    ("self-distill", {"kl_longce": {}, "kl_weight": 0.0}, "kl_longce chooses rows of a KL that weighs 0"),
     ("self-distill", {"direction": "both"}, "direction must be one of"),
     ("self-distill", {"passes": "one"}, "objective_args of 'self-distill': passes must be one of"),
     ("self-distill", {"passes": "sequential", "kl_weight": 0.0}, "are of two views, and training runs one"),
@@ -82,7 +80,7 @@ OPTIONS_REFUSED = [
         {"logit_kl": {"last": 4}},
         "logit_kl in objective_args of 'relation-distill' needs weight, got",
     ),
-    ("hidden-distill", {"weight": 0.0}, "objective_args of 'hidden-distill': weight must be a finite number above 0"),
+    ("hidden-distill", {"weight": 0.0}, "objective_args of 'hidden-distill': weight must be a number above 0"),
     ("native-distill", {"kl_weight": 1.0}, "Unknown option 'kl_weight' of objective_args of 'native-distill'"),
     (
         "native-distill",

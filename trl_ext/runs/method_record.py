@@ -9,8 +9,8 @@ from typing import Any
 from transformers.utils import logging
 
 from rope_patch.base.json_records import read_record
-from rope_patch.base.version import __version__
 from rope_patch.model_card import RECORD_NAME
+from rope_patch.version import __version__
 from rope_patch.views import View
 
 from ..config import RopeSFTConfig

@@ -1,13 +1,13 @@
 """The prompts of a retrieval grid: every length, depth and trial, in all wordings, without a model."""
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...generation.reading import Reply
+from ...generation.reading import Question, Reply
 from ...prompts.asking import ChatTemplate, uses_chat_template
 from ...prompts.needles import (
     KINDS,
@@ -24,6 +24,9 @@ from .retrieval_grid import RetrievalGrid
 
 # the middles of ten equal parts, so that `accuracy_by_answer_position` finds as many prompts in each of its bins
 DEPTHS = tuple((2 * k + 1) / 20 for k in range(10))
+
+Ask = Callable[[Sequence[Question], Callable[[int], None]], tuple[list[Reply], str]]
+"""(questions, what is told how many are read) -> replies, and a sentence about who gave them or ""."""
 
 
 ALL_WORDINGS = tuple(range(N_WORDINGS))

@@ -19,6 +19,7 @@ from .base import Job, Measure
 from .prompt_grid import (
     ALL_WORDINGS,
     DEPTHS,
+    Ask,
     Haystacks,
     PromptGrid,
     check_retrieval,
@@ -30,9 +31,6 @@ from .retrieval_grid import RetrievalGrid
 
 if TYPE_CHECKING:
     from ..suite import EvalPlan
-
-Ask = Callable[[Sequence[Question], Callable[[int], None]], tuple[list[Reply], str]]
-"""(questions, what is told how many are read) -> replies, and a sentence about who gave them or ""."""
 
 
 def passkey(
@@ -221,7 +219,7 @@ def kinds_of(plan: "EvalPlan") -> list[Kind]:
 
 def _measured(job: Job) -> RetrievalGrid:
     """The grid of the measure that runs; all others that are missing are measured with it, as they share prompts."""
-    from ..vllm_backend import vllm_answers
+    from .vllm_backend import vllm_answers
 
     plan, names = job.plan, {kind: name for name, kind in _KINDS.items()}
     kind = _KINDS[job.name]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..describe import describe
-from ..generation.decoding import end_tokens
-from ..generation.generation import ask_greedily, bytes_per_token
-from ..generation.reading import Question, Reply, free_bytes
-from ..rope.rotary import find_causal_lm, picks_by_row
-from .measures.retrieval import Ask
-from .measures.subject import Subject
+from ...describe import describe
+from ...generation.decoding import end_tokens
+from ...generation.generation import ask_greedily, bytes_per_token
+from ...generation.reading import Question, Reply, free_bytes
+from ...rope.rotary import find_causal_lm, picks_by_row
+from .prompt_grid import Ask
+from .subject import Subject
 
 CHECKED = 4
 """Questions of each call that our own reader answers too."""
