@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from ..loss_intervals import interval_over_blocks, interval_over_rows
 from ..results.cache import data_hash
 from ..results.json_values import json_values, with_nan
+from ..results.loss_intervals import interval_over_blocks, interval_over_rows
 from ..results.progress import token_bar
 from ..results.result import Pairs, Result
 from .base import Measure

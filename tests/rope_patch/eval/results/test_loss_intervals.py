@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rope_patch.eval import LossByPosition, regressions
-from rope_patch.eval.loss_intervals import interval_over_blocks, interval_over_rows
+from rope_patch.eval.results.loss_intervals import interval_over_blocks, interval_over_rows
 from rope_patch.eval.results.paired import student_t
 
 TEXTS = 1000  # 95 % intervals of so many leave out the truth 50 times, with a standard deviation of 7

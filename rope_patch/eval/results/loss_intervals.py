@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .results.paired import CONFIDENCE, student_t
+from .paired import CONFIDENCE, student_t
 
 
 def interval_over_rows(differences: Sequence[float]) -> tuple[float, float]:
