@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .table import family_of
+from ..base.family_table import family_of
 
 
 @dataclass(frozen=True)

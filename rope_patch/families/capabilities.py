@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..base.family_table import family_of
 from ..rope.layerwise import hands_embeddings
 from ..rope.rotary import (
     find_causal_lm,
@@ -23,7 +24,6 @@ from ..rope.rotary import (
 from ..views.base import TRUE_POSITIONS
 from .attention_calls import attention_kernel, attention_name
 from .local_layers import LocalLayers, other_layer_types, why_no_layers
-from .table import family_of
 
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
 _MODELLING_FILES = ("transformers.models.", "transformers_modules.")

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..base.family_table import family_of
 from ..rope.rotary import RotaryState, is_nested, rotary_states
-from .table import family_of
 
 # in names of layer types, as of "sliding_attention", "chunked_attention" and "hybrid_sliding"
 _LOCAL = ("sliding", "chunked")

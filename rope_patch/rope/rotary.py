@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..families.table import family_of
+from ..base.family_table import family_of
 
 _ROTARY_CLASS = re.compile(r"(Rotary|RoPE|Rope).*Embed")
 # what DeepSpeed ZeRO-3 hangs on every module of a model

@@ -1,6 +1,6 @@
 """The table of families says what the modeling code of the installed Transformers says, for every type with RoPE.
 
-Where this fails with another version of Transformers, the named type needs an entry in rope_patch/families/table.py.
+Where this fails with another version of Transformers, the named type needs an entry in rope_patch/base/family_table.py.
 """
 
 import copy
@@ -14,6 +14,7 @@ from support import modeling_code
 from support.families import families, tiny_family
 from transformers.models.auto import modeling_auto
 
+from rope_patch.base.family_table import family_of
 from rope_patch.families.capabilities import (
     keeps_from_attention,
     why_fixed_frequencies,
@@ -22,7 +23,6 @@ from rope_patch.families.capabilities import (
     why_unreachable,
 )
 from rope_patch.families.local_layers import has_rope
-from rope_patch.families.table import family_of
 from rope_patch.rope.rotary import find_decoder
 
 LAYERS = 6
