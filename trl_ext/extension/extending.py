@@ -20,7 +20,7 @@ from rope_patch.export.writing import unfinished_folders
 from rope_patch.methods import resolve_view
 
 from ..config import RopeSFTConfig
-from ..engines.device import choose_device, require_one_process
+from ..engines.device import choose_device, free_memory, require_one_process
 from ..rows.turns import SampledTurns
 from ..runs.checkpoint import ADAPTER_CONFIG
 from ..runs.folder import last_checkpoint, only_run, record_settings, require_same_settings
@@ -226,7 +226,7 @@ class _Run:
         cache, begin = self.options.folder / "cache", time.perf_counter()
         device = str(self.options.device)
         results = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, device, cache)
-        training.free_memory()
+        free_memory()
         if label == measuring.BEFORE:  # those of both are told at the end
             for line in measuring.told(results, self.facts.window):
                 self.tell(line)

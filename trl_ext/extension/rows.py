@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 from rope_patch.prompts.text import read_json_lines
 
+from ..engines.device import free_memory
 from ..rows.mix import make_rows
 from ..rows.questions import question_rows
 from ..rows.row_file import contents, write_rows
@@ -17,7 +18,6 @@ from .choices import Choices
 from .facts import ModelFacts
 from .options import ExtendOptions
 from .plan import own_tokens, row_counts
-from .training import free_memory
 
 _CHAT: dict[str, Any] = {"max_user_tokens": 96, "max_reply_tokens": 512}  # those of `rope-patch rows`
 _TEXT_TOKENS = 1024

@@ -1,6 +1,5 @@
 """The training of an extension."""
 
-import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from tqdm.auto import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..config import LONG_DOCUMENTS, RopeSFTConfig
+from ..engines.device import free_memory
 from ..runs.folder import last_checkpoint
 from .choices import Choices
 from .facts import ModelFacts
@@ -138,13 +138,6 @@ def train(
     del trainer
     free_memory()
     return figures
-
-
-def free_memory() -> None:
-    """Let go of models, which are cycles with their hooks."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class _Progress(TrainerCallback):

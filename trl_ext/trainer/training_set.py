@@ -17,7 +17,7 @@ from rope_patch.layout.special_tokens import SpecialTokens
 
 from ..config import RopeSFTConfig
 from ..data.document_survey import Survey
-from ..data.long_documents import STAY_WHOLE, cut_batch
+from ..data.long_documents import STAY_WHOLE, cut_batch, cut_into_rows
 
 logger = logging.get_logger(__name__)
 
@@ -225,8 +225,9 @@ def prepare_rows(
 ) -> Any:
     """Rows of a dataset for training, by TRL's own preparation, and one line of what is left out of them.
 
-    TRL tokenizes first. With `long_documents="split"` documents without a token to predict are then left out, and those
-    longer than `max_length` are cut where the kind of data allows it. Otherwise the rows are TRL's.
+    TRL tokenizes first, but for the texts of `long_documents="full-rows"`, of which `cut_into_rows` makes rows. With
+    "split" documents without a token to predict are then left out, and those longer than `max_length` are cut where the
+    kind of data allows it. Otherwise the rows are TRL's.
 
     Args:
         dataset: as the trainer was given it.
@@ -240,6 +241,11 @@ def prepare_rows(
         ValueError: no document has a token to predict, `max_length` leaves no room for one, or a row that is packed
             already has more tokens.
     """
+    if args.long_documents == "full-rows":
+        with args.main_process_first(desc="cutting documents"):
+            dataset, coverage = cut_into_rows(dataset, tokenizer, args.max_length or 0, args.dataset_text_field)
+        if args.process_index == 0:
+            logger.warning(f"{name}: {coverage}")
     columns = _column_names(dataset)
     if "seq_lengths" in columns:
         return _prepare_packed(dataset, name, args, prepare)
@@ -360,7 +366,7 @@ class _Way:
 
     @property
     def splits(self) -> bool:
-        return self.args.long_documents == "split"
+        return self.args.long_documents != "truncate"
 
     @property
     def truncates(self) -> bool:
