@@ -37,8 +37,8 @@ def add_commands(commands: Any) -> None:
         + "\n\n`rope-patch train --help-all` explains every field. `rope-patch methods` lists what rescale, view and "
         "objective can be.\nRecipes to start from are in examples/recipes.\n\n"
         "On several GPUs: --accelerate_config NAME, with ddp, fsdp2, zero2 or zero3, and fsdp2-cp or zero3-sp, whose\n"
-        "GPUs share each row; or a file of accelerate's. --num_processes N takes N of the GPUs, --ranks_per_sequence N\n"
-        "lets N share a row. --dry_run prints what each needs of a GPU's memory, and ends.",
+        "GPUs share each row; or a file of accelerate's. --num_processes N takes N of the GPUs, "
+        "--ranks_per_sequence N\nlets N share a row. --dry_run prints what each needs of a GPU's memory, and ends.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         forwards=True,
     )

@@ -241,7 +241,8 @@ def prepare_rows(
         ValueError: no document has a token to predict, `max_length` leaves no room for one, or a row that is packed
             already has more tokens.
     """
-    if args.long_documents == "full-rows":
+    fills_rows = args.long_documents == "full-rows"
+    if fills_rows:
         with args.main_process_first(desc="cutting documents"):
             dataset, coverage = cut_into_rows(dataset, tokenizer, args.max_length or 0, args.dataset_text_field)
         if args.process_index == 0:
@@ -306,7 +307,7 @@ def prepare_rows(
     rows = prepare(*way.truncated(tokenized), packing)
     if way.splits and way.wraps and (single := int((survey(rows).lengths == 1).sum())):
         left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
-    if args.process_index == 0:
+    if args.process_index == 0 and not fills_rows:
         size = "" if args.max_length is None else f" of at most {args.max_length}"
         what = f"{name}: {_count(len(documents.lengths), 'document')} of {_count(documents.tokens, 'token')}"
         notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *way.notes]
