@@ -32,9 +32,8 @@ from rope_patch.base.plugins import GROUPS
 from trl_ext import RopeSFTConfig
 from trl_ext.cli.console import _parser
 from trl_ext.cli.model_spec import ModelSpec
-from trl_ext.recipes.fine_tuning import FIELDS
 from trl_ext.recipes.launching import Launch, config_names
-from trl_ext.recipes.restoring import FIELDS as RESTORE_FIELDS
+from trl_ext.recipes.stages import FIELDS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["benchmarks", "docs", "examples", "kernels", "research", "tests"]
@@ -140,7 +139,7 @@ def check_rope_patch(arguments):
 
 
 def check_fields(names):
-    known = {f.name for kind in (*FIELDS, *RESTORE_FIELDS) for f in fields(kind)} | {"config"}
+    known = {f.name for kind in FIELDS for f in fields(kind)} | {"config"}
     assert set(names) <= known, f"no fields of a recipe: {set(names) - known}"
 
 
