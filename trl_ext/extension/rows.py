@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from rope_patch.prompts.text import read_json_lines
-
 from ..engines.device import free_memory
 from ..rows.mix import make_rows
 from ..rows.questions import question_rows
@@ -61,12 +59,7 @@ def make(facts: ModelFacts, options: ExtendOptions, choices: Choices, texts: lis
         seed=options.seed,
     )
     write_rows(file, rows)
-    return {"contents": contents(rows)}
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """The rows in `file`: input_ids, and completion_mask, 1 on labelled tokens."""
-    return list(read_json_lines(file))
+    return {"contents": contents(rows), "rows": len(rows)}
 
 
 def _written(facts: ModelFacts, options: ExtendOptions, tokens: int, kind: str) -> list[list[int]]:

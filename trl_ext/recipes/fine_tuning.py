@@ -14,7 +14,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, load_dataset
-from transformers import AutoConfig, AutoTokenizer, TrainerState, set_seed
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback, TrainerState, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset, get_quantization_config
 
@@ -105,8 +106,8 @@ def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Tr
     """
     leave_precision_to_recipe()
     if isinstance(recipe, Mapping):
-        return _run(read_stages(recipe, **overrides))
-    return _run(read_stages(read_recipe(Path(recipe)), source=str(recipe), **overrides))
+        return run(read_stages(recipe, **overrides))
+    return run(read_stages(read_recipe(Path(recipe)), source=str(recipe), **overrides))
 
 
 def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
@@ -117,7 +118,7 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
     """
     leave_precision_to_recipe()
     stages = _read(arguments)
-    made = _run(stages)
+    made = run(stages)
     if stages[0].name and PartialState().is_main_process:
         print(f"{made}\nServe it with transformers: {PROGRAMS['transformers'](made.folder, None)}")
 
@@ -127,7 +128,18 @@ def _read(arguments: Sequence[str] | None) -> list[Stage]:
     return read_stages(keys, flags, source)
 
 
-def _run(stages: list[Stage]) -> Trained:
+def run(
+    stages: list[Stage],
+    trainer_class: type[RopeSFTTrainer] = RopeSFTTrainer,
+    progress: TrainerCallback | None = None,
+) -> Trained:
+    """Train what `read_stages` has read.
+
+    Args:
+        stages: of a recipe.
+        trainer_class: of a recipe without stages.
+        progress: of a recipe without stages, shown in place of what Transformers and this package print.
+    """
     first = stages[0]
     root = first.folder.parent if first.name else first.folder
     record = root / RECORD
@@ -151,7 +163,7 @@ def _run(stages: list[Stage]) -> Trained:
         # of several ranks the first writes
         with only_run(root, "output_dir") if first.training.process_index == 0 else nullcontext():
             if not first.name:
-                return Trained(root, {"": _train(first, _text(first), hub_model)})
+                return Trained(root, {"": _train(first, _text(first), hub_model, None, trainer_class, progress)})
             try:
                 return _run_stages(stages, begun, root, hub_model, getattr(config, "dtype", None))
             except KeyboardInterrupt as stopped:
@@ -237,7 +249,12 @@ def _text(stage: Stage) -> dict[str, Any]:
 
 
 def _train(
-    stage: Stage, text: Mapping[str, Any], hub_model: dict[str, Any] | None, before: Path | None = None
+    stage: Stage,
+    text: Mapping[str, Any],
+    hub_model: dict[str, Any] | None,
+    before: Path | None,
+    trainer_class: type[RopeSFTTrainer] = RopeSFTTrainer,
+    progress: TrainerCallback | None = None,
 ) -> Figures:
     """Train one stage, or a recipe without stages, and save the result in its folder.
 
@@ -246,6 +263,8 @@ def _train(
         text: of `_text`.
         hub_model: of `_model`.
         before: folder of the stage before.
+        trainer_class: that trains.
+        progress: as of `run`.
     """
     training = stage.training
     loading = stage.loading if hub_model is None else {**stage.loading, "revision": hub_model["model_commit"]}
@@ -264,7 +283,7 @@ def _train(
     else:
         given["model"] = str(before)
         training.model_init_kwargs = {**loading, "revision": "main"}
-    trainer = RopeSFTTrainer(args=training, train_dataset=text["train"], eval_dataset=text.get("test"), **given)
+    trainer = trainer_class(args=training, train_dataset=text["train"], eval_dataset=text.get("test"), **given)
     trainer.hub_model = hub_model
     if before is not None and stage.model.use_peft:
         trainer.base_revision = loading["revision"]
@@ -272,7 +291,12 @@ def _train(
         if stage.name and parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             # TRL makes adapters of quantised models bfloat16, which rounds small steps away
             parameter.data = parameter.data.float()
-    trainer.accelerator.print(describe(trainer.model))
+    if progress is None:
+        trainer.accelerator.print(describe(trainer.model))
+    else:
+        for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
+            trainer.remove_callback(printing)
+        trainer.add_callback(progress)
     newest = last_checkpoint(stage.folder) if stage.name else training.resume_from_checkpoint
     checkpoint, begun = None if newest is None else str(newest), time.time()
     try:
