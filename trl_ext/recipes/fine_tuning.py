@@ -177,10 +177,9 @@ def _run_stages(
     ranks = PartialState()  # each of which runs all this; the first one writes
     texts = [_text(stage) for stage in stages]
     contents = {f"text of {s.name}": _digests(text) for s, text in zip(stages, texts, strict=True)}
-    told = {name: name for name in contents}
     if begun:
-        known = {name: contents[name] for stage in begun if (name := f"text of {stage.name}")}
-        require_same_settings(root / RECORD, known, "output_dir", told)
+        known = {name: contents[name] for name in (f"text of {stage.name}" for stage in begun)}
+        require_same_settings(root / RECORD, known, "output_dir", {name: name for name in known})
     ranks.wait_for_everyone()
     if ranks.is_main_process:
         files = model_files(str(stages[0].model.model_name_or_path))
@@ -299,12 +298,14 @@ def _train(
         trainer.add_callback(progress)
     newest = last_checkpoint(stage.folder) if stage.name else training.resume_from_checkpoint
     checkpoint, begun = None if newest is None else str(newest), time.time()
+    # read before the training, which may remove old checkpoints
+    done = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json"))).global_step if checkpoint else None
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(_how_to_go_on(stage, begun)) from stopped
     step = trainer.state.global_step
-    if checkpoint and TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json"))).global_step == step:
+    if done == step:
         trainer.accelerator.print(
             f"Nothing was left to train: {checkpoint} is of step {step}, and the run ends at step "
             f"{trainer.state.max_steps}."
