@@ -87,33 +87,25 @@ def cut_into_rows(documents: Any, tokenizer: Any, length: int, text_field: str =
             f"documents that are cut into full rows must be a dataset, no stream, with a column {text_field!r}, got a "
             f"{type(documents).__name__} with {', '.join(documents.column_names or ['unknown columns'])}."
         )
-    if length < 2:
-        raise ValueError(f"max_length must be the tokens of a row, at least 2, got {length}.")
-
     special = SpecialTokens.of(tokenizer)
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {"ids": tokenizer(batch[text_field], add_special_tokens=False, verbose=False)["input_ids"]}
+        encoded = tokenizer(batch[text_field], add_special_tokens=False, verbose=False)["input_ids"]
+        return {"ids": [[*ids, *special.end] if ids else [] for ids in encoded]}
 
     def cut(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        return {
-            "input_ids": [row for ids in batch["ids"] for row in cut_document(ids, length, special, keep_rest=False)]
-        }
+        begin = SpecialTokens(special.begin)
+        return {"input_ids": [row for ids in batch["ids"] for row in cut_document(ids, length, begin, keep_rest=False)]}
 
     encoded = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
     made = encoded.map(cut, batched=True, batch_size=16, remove_columns=["ids"])
     if len(made) == 0:
         raise ValueError(f"no document has {length} tokens: give longer ones, or a smaller max_length.")
-    tokens = short = 0
-    room = length - len(special.begin)
-    for batch in encoded.with_format("arrow").iter(1000):
-        plain = pc.list_value_length(batch["ids"])
-        lengths = pc.if_else(pc.greater(plain, 0), pc.add(plain, len(special.end)), 0)
-        tokens += pc.sum(lengths).as_py()
-        short += pc.sum(pc.less(lengths, room)).as_py()
-    left = tokens - len(made) * room
+    parts = encoded.with_format("arrow").iter(1000)
+    tokens = sum(pc.sum(pc.list_value_length(part["ids"])).as_py() for part in parts)
+    left = tokens - len(made) * (length - len(special.begin))
     coverage = (
         f"{tokens:,} tokens of {len(documents):,} documents give {len(made):,} rows of {length:,}; {left:,} tokens "
-        f"({left / tokens:.1%}) are in no row: ends of documents, and documents too short for one ({short:,})."
+        f"({left / tokens:.1%}) are in no row: ends of documents, and documents too short for one."
     )
     return made, coverage

@@ -130,14 +130,14 @@ def _read(arguments: Sequence[str] | None) -> list[Stage]:
 
 def run(
     stages: list[Stage],
-    trainer_class: type[RopeSFTTrainer] = RopeSFTTrainer,
+    trainer_class: type[RopeSFTTrainer] | None = None,
     progress: TrainerCallback | None = None,
 ) -> Trained:
     """Train what `read_stages` has read.
 
     Args:
         stages: of a recipe.
-        trainer_class: of a recipe without stages.
+        trainer_class: of a recipe without stages; None is `RopeSFTTrainer`.
         progress: of a recipe without stages, shown in place of what Transformers and this package print.
     """
     first = stages[0]
@@ -252,7 +252,7 @@ def _train(
     text: Mapping[str, Any],
     hub_model: dict[str, Any] | None,
     before: Path | None,
-    trainer_class: type[RopeSFTTrainer] = RopeSFTTrainer,
+    trainer_class: type[RopeSFTTrainer] | None = None,
     progress: TrainerCallback | None = None,
 ) -> Figures:
     """Train one stage, or a recipe without stages, and save the result in its folder.
@@ -262,7 +262,7 @@ def _train(
         text: of `_text`.
         hub_model: of `_model`.
         before: folder of the stage before.
-        trainer_class: that trains.
+        trainer_class: as of `run`.
         progress: as of `run`.
     """
     training = stage.training
@@ -282,6 +282,7 @@ def _train(
     else:
         given["model"] = str(before)
         training.model_init_kwargs = {**loading, "revision": "main"}
+    trainer_class = trainer_class or RopeSFTTrainer
     trainer = trainer_class(args=training, train_dataset=text["train"], eval_dataset=text.get("test"), **given)
     trainer.hub_model = hub_model
     if before is not None and stage.model.use_peft:

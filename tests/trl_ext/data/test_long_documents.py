@@ -21,7 +21,7 @@ def test_rows_are_cut_from_each_document_on_its_own():
     total = len(TEXT) + 5 + 493
     assert coverage == (
         f"{total:,} tokens of 3 documents give {len(rows)} rows of 100; {left} tokens ({left / total:.1%}) are in no "
-        "row: ends of documents, and documents too short for one (1)."
+        "row: ends of documents, and documents too short for one."
     )
     with pytest.raises(ValueError, match="no document has 9000 tokens"):
         cut_into_rows(DOCUMENTS, tokenizer, 9000)
