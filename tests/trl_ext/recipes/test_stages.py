@@ -372,3 +372,9 @@ def test_two_ranks_train_like_one(folder):
     two = weights_of(folder / "two" / "model")
     for name, weight in weights_of(alone.folder).items():
         torch.testing.assert_close(two[name], weight, rtol=1e-2, atol=1e-4)
+
+
+def test_each_stage_is_planned(folder):
+    (folder / "recipe.yaml").write_text(json.dumps(recipe(folder, weights="qkv")))
+    first, second = module.plan_recipe(["--config", str(folder / "recipe.yaml")], [1]).split("\n\nextend:\n")
+    assert first.startswith("distil:\n") and first != f"distil:\n{second}" and not (folder / "out").exists()
