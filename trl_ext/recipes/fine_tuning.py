@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, load_dataset
-from transformers import AutoConfig, AutoTokenizer, TrainerCallback, TrainerState, set_seed
+from transformers import AutoTokenizer, TrainerCallback, TrainerState, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset, get_quantization_config
@@ -37,7 +37,7 @@ from ..runs.model_files import begun_with, commit_of, model_files, recorded_comm
 from ..trainer.trainer import RopeSFTTrainer
 from .adapter_config import adapter_config
 from .engine_advice import engine_advice
-from .recipe import leave_precision_to_recipe, read_recipe, recipe_and_flags
+from .recipe import read_recipe, recipe_and_flags
 from .stages import Stage, read_stages, require_fitting_stages
 from .stopped import SAME_COMMAND_GOES_ON
 
@@ -104,7 +104,6 @@ def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Tr
             `output_dir` has stages of another recipe, model or text; or another process trains there.
         OSError: a file that is not there, or a folder that cannot be written.
     """
-    leave_precision_to_recipe()
     if isinstance(recipe, Mapping):
         return run(read_stages(recipe, **overrides))
     return run(read_stages(read_recipe(Path(recipe)), source=str(recipe), **overrides))
@@ -116,7 +115,6 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: `--config RECIPE.yaml` and flags, which win; None takes those of the process.
     """
-    leave_precision_to_recipe()
     stages = _read(arguments)
     made = run(stages)
     if stages[0].name and PartialState().is_main_process:
@@ -338,15 +336,10 @@ def _hub_model_of(training: Any) -> dict[str, Any]:
     checkpoint = training.resume_from_checkpoint
     if checkpoint is None:
         return {}
-    if not Path(checkpoint).is_dir():
-        raise ValueError(
-            "resume_from_checkpoint must be a folder such as OUTPUT_DIR/checkpoint-100, got "
-            f"{checkpoint}: there is no such folder."
-        )
     if not is_whole(Path(checkpoint)):
         raise ValueError(
-            f"resume_from_checkpoint must be a whole checkpoint, and {checkpoint} has no readable "
-            "trainer_state.json, as a run that is killed while it saves leaves it: name an earlier one."
+            f"resume_from_checkpoint must be a whole checkpoint such as OUTPUT_DIR/checkpoint-100, got {checkpoint}: "
+            "there is no readable trainer_state.json. A run that is killed while it saves leaves a part of one."
         )
     runs = read_runs(checkpoint)
     recorded: dict[str, Any] = runs[-1].get("run", {}).get("hub_model", {}) if runs else {}
@@ -398,16 +391,11 @@ def plan_recipe(
     plans = []
     for stage in _read([*arguments, *on_cpu]):
         training, model, loading = stage.training, stage.model, stage.loading
-        require_model(model, trust_remote_code=trusts_code(training))
+        config = require_model(model, loading["revision"], trusts_code(training))
         if model.load_in_4bit or model.load_in_8bit:
             raise ValueError(
                 "--dry_run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out."
             )
-        config = AutoConfig.from_pretrained(
-            str(model.model_name_or_path),
-            revision=loading["revision"] or "main",
-            trust_remote_code=trusts_code(training),
-        )
         plan = engine_advice(
             config,
             training,

@@ -25,11 +25,6 @@ _ARGPARSE_WORDS = {"int": "an integer", "float": "a number", "string_to_bool": "
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a mapping", list: "a list"}
 
 
-def leave_precision_to_recipe() -> None:
-    """Forget the precision of a launcher's config, which Trainer takes where it is told neither bf16 nor fp16."""
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-
-
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] whose errors name the file, the key and what was meant.
 

@@ -1,6 +1,7 @@
 """What a recipe asks for: one training, or several `stages`, each with the keys in which it differs."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -79,6 +80,7 @@ def read_stages(
     Raises:
         ValueError: a key, a flag or a value is wrong, or nothing would be trained.
     """
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of a launcher, for recipes with neither bf16 nor fp16
     common = {**recipe, **overrides}
     given = common.pop("stages", None)
     overrides.pop("stages", None)
