@@ -20,14 +20,16 @@ from datasets import Dataset
 from distillation_step import SHAPES, stand_in_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from trl_ext import RopeSFTConfig, RopeSFTTrainer
+from trl_ext import RopeSFTTrainer
 from trl_ext.extension.choices import Choice, Choices
 from trl_ext.extension.duration import step_operations
 from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.machine import GIB, Machine
 from trl_ext.extension.options import ExtendOptions
-from trl_ext.extension.training import adapters, training_dtype, training_fields
+from trl_ext.extension.training import recipe
 from trl_ext.memory.step import ModelSize, peak_memory
+from trl_ext.recipes.adapter_config import adapter_config
+from trl_ext.recipes.stages import read_stages
 
 SHAPES |= {
     "smollm2-135m": {
@@ -108,8 +110,10 @@ def run(name: str, steps: int) -> dict[str, Any]:
     options = ExtendOptions(model=shape, to=1, data=("none",), output="", rows_per_step=2, device=device)
     tokenizer = stand_in_tokenizer(config.vocab_size)
     facts = ModelFacts(shape, config, tokenizer, config.max_position_embeddings, torch.bfloat16)
+    keys = recipe(facts, options, choices, 2 * steps)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=training_dtype(choices))
+        dtype = getattr(torch, keys["dtype"])
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     size = ModelSize.of(model)
     rows = torch.randint(2, config.vocab_size, (2 * steps, length)).tolist()
     labelled = (
@@ -119,13 +123,13 @@ def run(name: str, steps: int) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        fields = {**training_fields(choices, options, steps), "save_strategy": "no", "disable_tqdm": True}
+        (stage,) = read_stages(keys, save_strategy="no", disable_tqdm=True, output_dir=folder)
         trainer = RopeSFTTrainer(
             model,
-            RopeSFTConfig(output_dir=folder, **fields),
+            stage.training,
             train_dataset=Dataset.from_dict({"input_ids": rows, "completion_mask": labelled}),
             processing_class=tokenizer,
-            peft_config=adapters(choices, facts),
+            peft_config=adapter_config(stage.model),
             callbacks=[clock],
         )
         trainer.train()

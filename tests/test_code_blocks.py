@@ -9,6 +9,7 @@ import argparse
 import re
 import runpy
 import shlex
+import shutil
 import sys
 import tomllib
 from dataclasses import fields
@@ -32,9 +33,8 @@ from rope_patch.base.plugins import GROUPS
 from trl_ext import RopeSFTConfig
 from trl_ext.cli.console import _parser
 from trl_ext.cli.model_spec import ModelSpec
-from trl_ext.recipes.fine_tuning import FIELDS
 from trl_ext.recipes.launching import Launch, config_names
-from trl_ext.recipes.restoring import FIELDS as RESTORE_FIELDS
+from trl_ext.recipes.stages import FIELDS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["benchmarks", "docs", "examples", "kernels", "research", "tests"]
@@ -95,9 +95,16 @@ def to_write_rows():
     return {"model": chatty, "tokenizer": tokenizer, "documents": [TEXT * 4] * 8, "args": args}
 
 
+def to_distil():
+    """With the recipes of a restoration, and books."""
+    shutil.copytree(ROOT / "examples/recipes/restore", "examples/recipes/restore", dirs_exist_ok=True)
+    dataset().to_json("books.jsonl")
+    return {"dataset": dataset()}
+
+
 # what a page speaks of without making it, anew for each block
 GIVEN = {
-    "docs/distillation.md": lambda: {"dataset": dataset(), "documents": dataset()},
+    "docs/distillation.md": to_distil,
     "docs/evaluation.md": to_evaluate,
     "docs/other_trainers.md": to_prefer,
     "docs/positions.md": to_move_positions,
@@ -140,7 +147,7 @@ def check_rope_patch(arguments):
 
 
 def check_fields(names):
-    known = {f.name for kind in (*FIELDS, *RESTORE_FIELDS) for f in fields(kind)} | {"config"}
+    known = {f.name for kind in FIELDS for f in fields(kind)} | {"config", "stages"}
     assert set(names) <= known, f"no fields of a recipe: {set(names) - known}"
 
 

@@ -6,11 +6,11 @@ if TYPE_CHECKING:
     from .config import RopeSFTConfig
     from .data.cues import append_cue
     from .extension.extending import extend
+    from .recipes.fine_tuning import train_recipe
     from .recipes.recipe import RecipeParser
-    from .recipes.restoration import restore
     from .trainer.trainer import RopeSFTTrainer
 
-__all__ = ["RecipeParser", "RopeSFTConfig", "RopeSFTTrainer", "append_cue", "extend", "restore"]
+__all__ = ["RecipeParser", "RopeSFTConfig", "RopeSFTTrainer", "append_cue", "extend", "train_recipe"]
 
 _HOMES = {
     "RopeSFTConfig": "config",
@@ -18,7 +18,7 @@ _HOMES = {
     "append_cue": "data.cues",
     "RecipeParser": "recipes.recipe",
     "extend": "extension.extending",
-    "restore": "recipes.restoration",
+    "train_recipe": "recipes.fine_tuning",
 }
 
 

@@ -23,7 +23,7 @@ from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
 logger = logging.get_logger(__name__)
 
 LONG_DOCUMENTS: dict[str, Any] = {"max_length": None, "long_documents": "split"}
-"""Where recipes, `extend` and `restore` begin from other defaults than TRL, which throws away long documents' ends."""
+"""Where recipes and `extend` begin from other defaults than TRL, which throws away long documents' ends."""
 
 _PART_OF_LOSS = re.compile(r"(.*_)?(ce|kl)|(eval_)?(.*_)?(relation|hidden)/\w+")
 """Metrics of evaluations that are parts of a loss, of named sets too."""
@@ -45,6 +45,8 @@ class RopeSFTConfig(SFTConfig):
             of which begins with the tokens that the tokenizer puts before a text; documents without a token to predict
             are left out. Prompts and completions, messages and documents with masked labels stay whole and are
             truncated, but with `packing` all are cut, and packed by `packing_strategy`; "wrapped" cuts by itself.
+            "full-rows" cuts each text into rows of exactly `max_length` tokens and leaves out its last, shorter one, as
+            LinearARD does: the tokenizer's special tokens stand in front of each row and behind the last.
 
     > Parameters that control the window
 
@@ -85,11 +87,12 @@ class RopeSFTConfig(SFTConfig):
     _OWN_DICT_FIELDS: ClassVar = ["rescale_args", "objective_args", "view_args"]
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, *_OWN_DICT_FIELDS]
 
-    long_documents: Literal["truncate", "split"] = field(
+    long_documents: Literal["truncate", "split", "full-rows"] = field(
         default="truncate",
         metadata={
             "help": "Documents longer than max_length: 'truncate' throws away what is behind it, as TRL does, 'split' "
-            "cuts texts, and with packing all documents, into rows that are all read."
+            "cuts texts, and with packing all documents, into rows that are all read, 'full-rows' cuts texts into rows "
+            "of max_length tokens each, without the shorter rests."
         },
     )
     rescale: str | None = field(
@@ -198,8 +201,13 @@ class RopeSFTConfig(SFTConfig):
     def _check_data(self) -> None:
         if self.packing and self.max_length is None:
             raise ValueError("packing=True needs rows of one length, got max_length=None: set it, in tokens.")
-        if self.long_documents not in ("truncate", "split"):
-            raise ValueError(f"long_documents must be 'truncate' or 'split', got {self.long_documents!r}.")
+        if self.long_documents not in ("truncate", "split", "full-rows"):
+            raise ValueError(f"long_documents must be 'truncate', 'split' or 'full-rows', got {self.long_documents!r}.")
+        if self.long_documents == "full-rows" and (self.max_length is None or self.packing):
+            raise ValueError(
+                "long_documents='full-rows' makes rows of max_length tokens each: set max_length, and leave packing "
+                f"out; got max_length={self.max_length}, packing={self.packing}."
+            )
         length: Any = self.max_length
         if length is not None and (not isinstance(length, Integral) or length < 2):
             raise ValueError(f"max_length must be an integer of at least 2 tokens, or None, got {length!r}.")
@@ -235,7 +243,7 @@ class RopeSFTConfig(SFTConfig):
             require_cue(text)
         if self.long_documents != "split":
             raise ValueError(
-                "cue goes with long_documents='split', got 'truncate', which is TRL's: a text is cut into pieces that "
+                f"cue goes with long_documents='split', got {self.long_documents!r}: a text is cut into pieces that "
                 "all end with the cue. Set long_documents='split'."
             )
         option, options = find_view(self.view).cue_option, self.view_options

@@ -64,7 +64,7 @@ from rope_patch.eval.measures.harness import require_lm_eval
 from rope_patch.eval.measures.ruler import RulerPrompts
 from rope_patch.layout.special_tokens import SpecialTokens
 from ruler_prompts import RULER_TASKS, kept_prompts
-from trl_ext.recipes.restoration import cut_into_rows
+from trl_ext.data.long_documents import cut_into_rows
 
 QUARTERS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16)  # of the window, at which spans of loss by position end
 CHOOSING = 8192  # tokens of a row that rates are chosen by, at most: both models' predictions are held whole

@@ -5,7 +5,24 @@ from typing import Any, Literal
 
 from peft import LoraConfig
 
-from trl_ext.recipes.restoration import DISTIL, EXTEND
+# LinearARD's stages, as examples/recipes/restore has them; the optimiser is that of the authors' code
+_OPTIMISER: dict[str, Any] = {
+    "trainable": "qkv",
+    "learning_rate": 2e-5,
+    "weight_decay": 0.01,
+    "warmup_steps": 4,
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.9},
+    "max_grad_norm": 5.0,
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "save_strategy": "steps",
+    "save_steps": 50,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+}
+DISTIL = {**_OPTIMISER, "objective": "relation-distill", "max_length": 4096, "max_steps": 144}
+EXTEND = {**_OPTIMISER, "objective": "clm", "max_length": 32768, "max_steps": 16}
 
 Stage = Literal["distil", "extend"] | None  # None: as it is, rescaled or native
 

@@ -47,7 +47,7 @@ from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, read_texts, standard_library_files, text_rows
 from rope_patch.eval.results.figures import add_legend, compact, new_figure, save_figure
 from rope_patch.layout.special_tokens import SpecialTokens
-from trl_ext.recipes.restoration import cut_into_rows
+from trl_ext.data.long_documents import cut_into_rows
 
 # of teaching
 TEACH: dict[str, Any] = {

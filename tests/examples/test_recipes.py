@@ -12,15 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch import load_adapter
 from rope_patch.views import VIEWS
-from trl_ext import RecipeParser, cli
-from trl_ext.cli.train import is_restoration
-from trl_ext.recipes.fine_tuning import FIELDS
-from trl_ext.recipes.restoration import DISTIL, EXTEND
-from trl_ext.recipes.restoring import FIELDS as RESTORE_FIELDS
+from trl_ext import cli
+from trl_ext.recipes.stages import read_stages
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))
-RESTORE_RECIPES = sorted((EXAMPLES / "recipes" / "restore").glob("*.yaml"))
+RECIPES = sorted((EXAMPLES / "recipes").rglob("*.yaml"))
+
+ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 
 # max_position_embeddings of the models' configs
 WINDOWS = {
@@ -35,63 +33,67 @@ WINDOWS = {
 OF_THE_PAPER = {"llama32_1b_posaug_32k": 2048}  # another window that a comment names
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *RESTORE_RECIPES], ids=lambda r: r.stem)
+def reach(settings):
+    """The positions that training reads."""
+    view = settings.get("view_args") or {}
+    if settings.get("view") == "posaug":
+        return round(settings["max_length"] * view["alpha"]["high"])
+    if settings.get("view") == "pose":
+        return view["target"]  # rows are cut to windows
+    return max(view.get("target", 0), settings["max_length"] + view.get("skip", {}).get("high", 0))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
 def test_a_recipe_rescales_as_far_as_it_reads_and_names_the_window_of_its_model(recipe):
     settings = yaml.safe_load(recipe.read_text())
     window, options = WINDOWS[settings["model_name_or_path"]], settings.get("rescale_args") or {}
     promised = options.get("max_position_embeddings", round(window * options.get("factor", 1)))
     if settings.get("rescale") == "abf":
         promised = max(promised, settings["max_length"])  # the trainer promises the rows that it is given
-    view = settings.get("view_args") or {}
-    if recipe.parent.name == "restore":
-        distil = {"max_length": DISTIL["max_length"], **settings.get("distil", {})}
-        read = 0 if settings.get("skip_extension") else EXTEND["max_length"]
-        assert distil["max_length"] <= window, "the teacher's"
-    else:
-        read = max(view.get("target", 0), settings["max_length"] + view.get("skip", {}).get("high", 0))
-        if settings["view"] == "posaug":
-            read = round(settings["max_length"] * view["alpha"]["high"])
-        elif settings["view"] == "pose":
-            read = view["target"]  # rows are cut to windows
+    read = max(reach({**settings, **stage}) for stage in settings.get("stages", [{}]))
     assert read <= promised, f"positions up to {read} in a window of {promised}"
     head = " ".join(line.removeprefix("#") for line in recipe.read_text().splitlines() if line.startswith("#"))
     named = {int(n) for n in re.findall(r"(\d{4,6}) positions", head)}
     assert named <= {window, read, OF_THE_PAPER.get(recipe.stem)}, f"the comment names {named}"
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *RESTORE_RECIPES], ids=lambda r: r.stem)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
 def test_weights_that_a_recipe_trains_are_float32(recipe):
     settings = yaml.safe_load(recipe.read_text())
-    default = None if recipe.parent.name == "restore" else "float32"  # of a restoration, of TRL
     if not settings.get("use_peft") or settings.get("lora_modules_to_save"):
-        assert settings.get("dtype", default) in (None, "float32")
+        assert settings.get("dtype", "float32") == "float32"
 
 
 def test_there_is_a_recipe_with_the_authors_adapters_and_one_with_the_papers_weights():
-    settings = [yaml.safe_load(recipe.read_text()) for recipe in RESTORE_RECIPES]
-    adapters = [(r["lora_r"], r["lora_alpha"], r["lora_dropout"]) for r in settings if r.get("use_peft")]
+    """And all have the settings of the paper's two stages, but for rates and weights that are ours."""
+    papers = [
+        read_stages(yaml.safe_load(path.read_text()), ON_CPU) for path in RECIPES if path.parent.name == "restore"
+    ]
+    adapters = [
+        (s[0].model.lora_r, s[0].model.lora_alpha, s[0].model.lora_dropout) for s in papers if s[0].model.use_peft
+    ]
     assert adapters and set(adapters) == {(1024, 2048, 0.05)}
-    assert any(not r.get("use_peft") and "trainable" not in str(r) for r in settings)
+    assert any({stage.training.trainable for stage in stages} == {"qkv"} for stages in papers)
+    for stages in papers:
+        steps = [(stage.name, stage.training.max_steps, stage.training.objective) for stage in stages]
+        assert steps[0][:2] == ("distil", 144) and steps[1:] in ([], [("extend", 16, "clm")])
+        assert stages[0].training.max_length in (1024, 4096)
+        assert {stage.training.max_length for stage in stages[1:]} <= {32768}
+        for stage in stages:
+            training = stage.training
+            assert training.long_documents == "full-rows" and training.gradient_accumulation_steps == 4
+            assert (training.weight_decay, training.warmup_steps, training.max_grad_norm) == (0.01, 4, 5.0)
+            assert training.lr_scheduler_kwargs == {"min_lr_rate": 0.9}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
 def test_a_recipe_holds_only_known_keys_and_says_how_to_run_it(recipe):
-    arguments = ["--config", str(recipe)]
-    assert not is_restoration(arguments)
-    _, training, model, _ = RecipeParser(FIELDS).parse_args_and_config([*arguments, "--use_cpu", "--bf16", "false"])
     settings = yaml.safe_load(recipe.read_text())
-    assert training.view == settings["view"] and model.model_name_or_path == settings["model_name_or_path"]
-    assert recipe.read_text().startswith("# ") and f" train examples/recipes/{recipe.name}\n" in recipe.read_text()
-
-
-@pytest.mark.parametrize("recipe", RESTORE_RECIPES, ids=lambda r: r.stem)
-def test_a_recipe_of_a_restoration_is_known_by_its_keys_and_says_how_to_run_it(recipe):
-    arguments = ["--config", str(recipe)]
-    assert is_restoration(arguments)
-    restoration, model = RecipeParser(RESTORE_FIELDS).parse_args_and_config(arguments)
-    settings = yaml.safe_load(recipe.read_text())
-    assert restoration.rescale == settings["rescale"] and model.model_name_or_path == settings["model_name_or_path"]
-    assert f" train examples/recipes/restore/{recipe.name}\n" in recipe.read_text()
+    stages = read_stages(settings, ON_CPU, str(recipe))
+    assert len(stages) == len(settings.get("stages", [{}]))
+    assert stages[0].model.model_name_or_path == settings["model_name_or_path"]
+    named = recipe.relative_to(EXAMPLES.parent).as_posix()
+    assert recipe.read_text().startswith("# ") and f" train {named}\n" in recipe.read_text()
 
 
 @pytest.mark.slow
@@ -103,49 +105,37 @@ def test_the_command_runs_a_recipe(recipe, tmp_path, monkeypatch, capsys):
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(40))} for i in range(1, 30)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "books.jsonl").write_text("\n".join(map(json.dumps, [{"text": f"{row['text']} " * 5} for row in rows])))
+    chats = [{"prompt": row["text"], "completion": "w5 w6"} for row in rows]  # the tokenizer has no chat template
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     rows = [{"input_ids": [*range(3, 43)], "completion_mask": [0] * 30 + [1] * 10}] * 8  # as `rope-patch rows` writes
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings.update(
         model_name_or_path=str(tmp_path / "model"),
         output_dir=str(tmp_path / "out"),
         dtype="float32",
-        max_steps=2,
-        max_length=64,
         gradient_accumulation_steps=1,
         save_steps=2,
         report_to="none",
         use_cpu=True,
         bf16=False,
     )
+    for stage in settings.get("stages", [settings]):
+        stage |= {"max_steps": 2, "max_length": 64}
+        for of_template in ("chat_template_path", "assistant_only_loss"):
+            stage.pop(of_template, None)
     longce = (settings.get("objective_args") or {}).get("kl_longce")
     if longce is not None:
         longce |= {"short_context": 16, "stride": 8}  # documents have 40 tokens here
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "recipe.yaml"]) == 0
-    assert f"{VIEWS[settings['view']].__name__}(" in capsys.readouterr().out
-    if settings.get("use_peft"):
+    printed = capsys.readouterr().out
+    for stage in settings.get("stages", [settings]):
+        assert f"{VIEWS[stage.get('view', 'standard')].__name__}(" in printed
+    if "stages" in settings:
+        assert f"{tmp_path / 'out' / 'model'}: " in printed
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+        assert plain.config.rope_parameters["factor"] == settings["rescale_args"]["factor"]
+    elif settings.get("use_peft"):
         load_adapter(tiny(max_position_embeddings=window), tmp_path / "out")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RESTORE_RECIPES, ids=lambda r: r.stem)
-def test_the_command_runs_a_recipe_of_a_restoration(recipe, tmp_path, monkeypatch, capsys):
-    tiny("qwen3" if "qwen3" in recipe.name else "llama").save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(200))} for i in range(1, 9)]
-    (tmp_path / "books.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    settings = yaml.safe_load(recipe.read_text())
-    short = {"max_steps": 2, "max_length": 64, "use_cpu": True, "bf16": False, "report_to": "none"}
-    settings.update(
-        model_name_or_path=str(tmp_path / "model"),
-        output_dir=str(tmp_path / "out"),
-        distil={**settings.get("distil", {}), **short},
-        extend={**settings.get("extend", {}), **short, "max_length": 128},
-    )
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "recipe.yaml"]) == 0
-    assert f"{tmp_path / 'out' / 'model'}: " in capsys.readouterr().out
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
-    assert plain.config.rope_parameters["factor"] == settings["rescale_args"]["factor"]

@@ -13,7 +13,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ("script", "arguments", "message"),
     [
         ("sft.py", ["--config", "nowhere.yaml"], "nowhere.yaml"),
-        ("restore.py", ["--config", "nowhere.yaml"], "nowhere.yaml"),
         ("sft.py", ["--config", "typo.yaml"], "Did you mean 'view'?"),
         ("sft.py", ["typo.yaml"], "Did you mean 'view'?"),
     ],

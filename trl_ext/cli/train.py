@@ -1,11 +1,7 @@
 """`rope-patch train`: from a recipe to a trained model."""
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
-
-RESTORES = ("text", "distil", "extend", "skip_extension")
-"""Keys of a restoration that a fine-tuning does not have: a recipe with one of them is a restoration."""
 
 MAIN_FIELDS = {
     "model_name_or_path": "the model: a hub id or a folder",
@@ -20,6 +16,7 @@ MAIN_FIELDS = {
     "view": "which positions a training row is read at, e.g. skip; with view_args",
     "objective": "what is minimised, e.g. self-distill",
     "resume_from_checkpoint": "a folder OUTPUT_DIR/checkpoint-N, from which a stopped run goes on",
+    "stages": "in the recipe alone: a list of the keys in which each stage differs",
 }
 
 
@@ -38,10 +35,9 @@ def add_commands(commands: Any) -> None:
         epilog="The main fields:\n\n"
         + "\n".join(f"  {name:{width}}{what}" for name, what in MAIN_FIELDS.items())
         + "\n\n`rope-patch train --help-all` explains every field. `rope-patch methods` lists what rescale, view and "
-        "objective can be.\nA recipe with `text`, `distil` or `extend` restores a rescaled model (LinearARD); "
-        "`rope-patch train RECIPE.yaml --help-all`\nexplains its fields. Recipes to start from are in "
-        "examples/recipes.\n\nOn several GPUs: --accelerate_config NAME, with ddp, fsdp2, zero2 or zero3, and fsdp2-cp "
-        "or zero3-sp, whose\nGPUs share each row; or a file of accelerate's. --num_processes N takes N of the GPUs, "
+        "objective can be.\nRecipes to start from are in examples/recipes.\n\n"
+        "On several GPUs: --accelerate_config NAME, with ddp, fsdp2, zero2 or zero3, and fsdp2-cp or zero3-sp, whose\n"
+        "GPUs share each row; or a file of accelerate's. --num_processes N takes N of the GPUs, "
         "--ranks_per_sequence N\nlets N share a row. --dry_run prints what each needs of a GPU's memory, and ends.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         forwards=True,
@@ -50,7 +46,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Fine-tune, or restore, whichever the fields of the recipe and the flags are of; on several GPUs if asked."""
+    """Train as the recipe and the flags say; on several GPUs if asked."""
     from ..recipes.launching import Launch, quiet_other_ranks
     from ..recipes.recipe import with_config_flag
 
@@ -60,8 +56,6 @@ def run_train(args: argparse.Namespace) -> int:
     if not arguments:
         raise ValueError("name a recipe: rope-patch train RECIPE.yaml. `rope-patch train --help` says what is in one.")
     if is_plan:
-        if is_restoration(arguments):
-            raise ValueError("--dry_run plans fine-tuning, and this recipe is of a restoration: leave it out.")
         from ..recipes.fine_tuning import plan_recipe
 
         if launch is None:
@@ -74,22 +68,7 @@ def run_train(args: argparse.Namespace) -> int:
     if launch is not None:
         return launch.run(["train", *arguments])
     quiet_other_ranks()
-    if is_restoration(arguments):
-        from ..recipes.restoring import restore_recipe
+    from ..recipes.fine_tuning import fine_tune_recipe
 
-        restore_recipe(arguments)
-    else:
-        from ..recipes.fine_tuning import fine_tune_recipe
-
-        fine_tune_recipe(arguments)
+    fine_tune_recipe(arguments)
     return 0
-
-
-def is_restoration(arguments: Sequence[str]) -> bool:
-    """Whether the recipe behind `--config` or a flag has a field of a restoration."""
-    from ..recipes.recipe import recipe_of
-
-    recipe = recipe_of(arguments)
-    keys = set() if recipe is None else recipe[1].keys()
-    flags = {a.partition("=")[0][2:].replace("-", "_") for a in arguments if a.startswith("--")}
-    return not set(RESTORES).isdisjoint(keys | flags)

@@ -1,7 +1,10 @@
-"""Documents longer than a row, cut into rows that together hold all of them."""
+"""Documents longer than a row, cut into rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import pyarrow.compute as pc
+from datasets import Dataset
 
 from rope_patch.layout.special_tokens import SpecialTokens, cut_document
 
@@ -64,3 +67,45 @@ def cut_batch(
 def is_masked(labels: Sequence[int]) -> bool:
     """Whether of the tokens that could be predicted, all but the first, some have a label and some have none."""
     return -100 in labels[1:] and any(label != -100 for label in labels[1:])
+
+
+def cut_into_rows(documents: Any, tokenizer: Any, length: int, text_field: str = "text") -> tuple[Dataset, str]:
+    """Rows of exactly `length` tokens: each document on its own, in order, without its last, shorter one.
+
+    Each row begins with what the tokenizer puts before a text, e.g. a beginning-of-sequence token.
+
+    Returns:
+        The rows, with a column `input_ids`, and a sentence that says how much of the text is in none of them.
+
+    Raises:
+        ValueError: a stream, no column of texts, or no document that is long enough.
+
+    Source: LinearARD's data preparation of PG-19, which has such a token in the first row of a book only.
+    """
+    if not isinstance(documents, Dataset) or text_field not in documents.column_names:
+        raise ValueError(
+            f"documents that are cut into full rows must be a dataset, no stream, with a column {text_field!r}, got a "
+            f"{type(documents).__name__} with {', '.join(documents.column_names or ['unknown columns'])}."
+        )
+    special = SpecialTokens.of(tokenizer)
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        encoded = tokenizer(batch[text_field], add_special_tokens=False, verbose=False)["input_ids"]
+        return {"ids": [[*ids, *special.end] if ids else [] for ids in encoded]}
+
+    def cut(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        begin = SpecialTokens(special.begin)
+        return {"input_ids": [row for ids in batch["ids"] for row in cut_document(ids, length, begin, keep_rest=False)]}
+
+    encoded = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
+    made = encoded.map(cut, batched=True, batch_size=16, remove_columns=["ids"])
+    if len(made) == 0:
+        raise ValueError(f"no document has {length} tokens: give longer ones, or a smaller max_length.")
+    parts = encoded.with_format("arrow").iter(1000)
+    tokens = sum(pc.sum(pc.list_value_length(part["ids"])).as_py() for part in parts)
+    left = tokens - len(made) * (length - len(special.begin))
+    coverage = (
+        f"{tokens:,} tokens of {len(documents):,} documents give {len(made):,} rows of {length:,}; {left:,} tokens "
+        f"({left / tokens:.1%}) are in no row: ends of documents, and documents too short for one."
+    )
+    return made, coverage

@@ -1,6 +1,16 @@
 """Where a command runs. Imports nothing heavy."""
 
+import gc
 import os
+
+
+def free_memory() -> None:
+    """Let go of models, which are cycles with their hooks."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def choose_device(requested: str | None, has_gpu: bool) -> str:

@@ -12,6 +12,7 @@ import torch
 from rope_patch import patch_model
 from rope_patch.base.environment import installed_versions
 from rope_patch.base.registry import unknown
+from rope_patch.checkpoints.whole import load_checkpoint
 from rope_patch.eval.report import require_report
 from rope_patch.eval.results.cache import files_hash
 from rope_patch.export import PROGRAMS, export, require_served
@@ -19,8 +20,8 @@ from rope_patch.export.gguf import find_converter, require_known_tokenizer, requ
 from rope_patch.export.writing import unfinished_folders
 from rope_patch.methods import resolve_view
 
-from ..config import RopeSFTConfig
-from ..engines.device import choose_device, require_one_process
+from ..engines.device import choose_device, free_memory, require_one_process
+from ..recipes.stages import read_stages
 from ..rows.turns import SampledTurns
 from ..runs.checkpoint import ADAPTER_CONFIG
 from ..runs.folder import last_checkpoint, only_run, record_settings, require_same_settings
@@ -194,10 +195,10 @@ class _Run:
 
     def _stages(self) -> Extended:
         root, options, run = self.options.folder, self.options, self.stages.run
-        model, trained = root / "model", root / "trained"
+        model, trained = root / "model", root / "training"
         before = run("before", lambda: self._measure("Measuring the model as it is", measuring.BEFORE, None))
-        run("rows", lambda: self._rows(root / "rows.jsonl"))
-        run("train", lambda: self._train(root / "rows.jsonl", trained))
+        made = run("rows", lambda: self._rows(root / "rows.jsonl"))
+        run("train", lambda: self._train(trained, made["rows"]))
         self._require_exported("model", model, trained)
         served = {"transformers": run("model", lambda: self._export(trained, model, "transformers"))}
         after = run("after", lambda: self._measure("Measuring it again, as it is served", measuring.AFTER, model))
@@ -226,7 +227,7 @@ class _Run:
         cache, begin = self.options.folder / "cache", time.perf_counter()
         device = str(self.options.device)
         results = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, device, cache)
-        training.free_memory()
+        free_memory()
         if label == measuring.BEFORE:  # those of both are told at the end
             for line in measuring.told(results, self.facts.window):
                 self.tell(line)
@@ -241,11 +242,10 @@ class _Run:
             self.tell(f"  {line}")
         return made
 
-    def _train(self, file: Path, result: Path) -> dict[str, Any]:
-        folder = self.options.folder / "training"
+    def _train(self, folder: Path, n_rows: int) -> dict[str, Any]:
         begun = last_checkpoint(folder)
         self.tell(f"\nTraining{f', from {begun.name} on' if begun else ''}.")
-        made = training.train(self.facts, self.options, self.choices, rows.read(file), folder, result, self.tell)
+        made = training.train(self.facts, self.options, self.choices, n_rows, self.tell)
         self.tell(f"  {made['steps']} steps, {made['tokens']:,} tokens, loss {made['loss']:.3f} at the end.")
         return made
 
@@ -272,7 +272,10 @@ class _Run:
         for unfinished in unfinished_folders(folder):  # as large as the model
             shutil.rmtree(unfinished)
         converter = self.options.converter if target == "llama.cpp" else None
-        made = export(source, folder, target=target, converter=converter, window=self.options.to)
+        # whole weights are trained in float32
+        is_adapter = (source / ADAPTER_CONFIG).is_file()
+        exported = source if is_adapter else load_checkpoint(source, dtype=self.facts.dtype)
+        made = export(exported, folder, target=target, converter=converter, window=self.options.to)
         return {"command": made.command, "largest_difference": made.largest_difference}
 
     def _require_folder(self) -> None:
@@ -296,19 +299,17 @@ class _Run:
     def _check(self) -> None:
         """Raise here what training or measuring would raise after a while."""
         rescaling, view = self.choices.rescaling.value, self.choices.view.value
-        config = RopeSFTConfig(
-            output_dir=str(self.options.folder / "training"),
-            **training.training_fields(self.choices, self.options, 1),
-        )
+        (stage,) = read_stages(training.recipe(self.facts, self.options, self.choices, 1))
+        if stage.model.use_peft:
+            import peft  # noqa: F401  # or which package is missing is said here
         length = self.choices.rows.value["length"]
         twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
         checked = resolve_view(view["view"], view["view_args"])
-        checked.check_run(config)
+        checked.check_run(stage.training)
         checked.check_length(length)
         check_window(twin, checked, length, tell=False)
         if "chats" in self.choices.rows.value["shares"]:
             SampledTurns.of(self.facts.tokenizer, (self.facts.tokenizer.eos_token_id,))
-        training.adapters(self.choices, self.facts)
         rows.check(self.facts, self.choices, self.texts.train)
         try:
             self.eval_plan.check(self.facts.tokenizer, self.texts.held_out)

@@ -3,6 +3,7 @@
 import textwrap
 from dataclasses import dataclass, fields
 
+from ..engines.device import free_memory
 from ..memory.step import Memory, Step, peak_memory
 from ..rows.mix import SHORTER, rows_by_kind
 from ..rows.sampling import AT_ONCE
@@ -12,7 +13,7 @@ from .facts import ModelFacts
 from .machine import GIB, Machine
 from .options import ExtendOptions
 from .short_rows import batches_a_step
-from .training import free_memory, n_steps
+from .training import RECIPE, n_steps
 from .writing import seconds_a_step, seconds_of_writing
 
 _WIDTH = 110  # characters of a line
@@ -106,6 +107,7 @@ class ExtensionPlan:
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
             f"{self.options.rows_per_step} rows, {_at_once(self.choices, self.options)}",
+            f"  {self.options.folder / RECIPE} will be its recipe, which `rope-patch train` runs too.",
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             f"Memory at the peak of a step, in GiB, on {device}:",
             *(

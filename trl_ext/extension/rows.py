@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from rope_patch.prompts.text import read_json_lines
-
+from ..engines.device import free_memory
 from ..rows.mix import make_rows
 from ..rows.questions import question_rows
 from ..rows.row_file import contents, write_rows
@@ -17,7 +16,6 @@ from .choices import Choices
 from .facts import ModelFacts
 from .options import ExtendOptions
 from .plan import own_tokens, row_counts
-from .training import free_memory
 
 _CHAT: dict[str, Any] = {"max_user_tokens": 96, "max_reply_tokens": 512}  # those of `rope-patch rows`
 _TEXT_TOKENS = 1024
@@ -61,12 +59,7 @@ def make(facts: ModelFacts, options: ExtendOptions, choices: Choices, texts: lis
         seed=options.seed,
     )
     write_rows(file, rows)
-    return {"contents": contents(rows)}
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """The rows in `file`: input_ids, and completion_mask, 1 on labelled tokens."""
-    return list(read_json_lines(file))
+    return {"contents": contents(rows), "rows": len(rows)}
 
 
 def _written(facts: ModelFacts, options: ExtendOptions, tokens: int, kind: str) -> list[list[int]]:

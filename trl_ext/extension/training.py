@@ -1,22 +1,28 @@
 """The training of an extension."""
 
-import gc
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import Dataset
+import yaml
 from tqdm.auto import tqdm
-from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
-from ..config import LONG_DOCUMENTS, RopeSFTConfig
+from ..config import LONG_DOCUMENTS
+from ..engines.device import free_memory
+from ..recipes.fine_tuning import run
+from ..recipes.recipe import read_recipe
+from ..recipes.stages import read_stages
 from ..runs.folder import last_checkpoint
 from .choices import Choices
 from .facts import ModelFacts
 from .options import ExtendOptions
 from .short_rows import ShortRowsTrainer
+
+RECIPE = "recipe.yaml"
+"""Of the training, in the folder of the extension."""
 
 _SAVES = 4  # checkpoints in a run, of which the last is kept
 
@@ -45,7 +51,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
         "save_steps": max(n_steps // _SAVES, 1),
         "save_total_limit": 1,
         "logging_steps": 1,
-        "report_to": [],
+        "report_to": "none",
         "seed": options.seed,
     }
     if weights["gradient_checkpointing"]:
@@ -55,27 +61,28 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
     return fields
 
 
-def adapters(choices: Choices, facts: ModelFacts) -> Any:
-    """PEFT's config of the adapters, None where the weights themselves are trained."""
+def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: int) -> dict[str, Any]:
+    """The recipe of the training, of rows in `rows.jsonl`."""
     weights = choices.weights.value
-    if weights["train"] != "lora":
-        return None
-    from peft import LoraConfig
-
-    rank = weights["lora_rank"]
-    return LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules=list(facts.attention_projections),
-        task_type="CAUSAL_LM",
-        revision=facts.base_revision,  # of the base model, which the export loads again
-    )
-
-
-def training_dtype(choices: Choices) -> torch.dtype:
-    """Of the model that is loaded: weights that are trained are float32."""
-    bf16 = choices.precision.value == "bf16" and choices.weights.value["train"] == "lora"
-    return torch.bfloat16 if bf16 else torch.float32
+    has_adapters = weights["train"] == "lora"
+    in_16_bits = has_adapters and choices.precision.value == "bf16"  # weights that are trained are float32
+    keys: dict[str, Any] = {
+        "model_name_or_path": facts.name,
+        "model_revision": facts.base_revision or "main",
+        "dtype": "bfloat16" if in_16_bits else "float32",
+        "datasets": [{"path": "json", "data_files": str(options.folder / "rows.jsonl"), "split": "train"}],
+        **training_fields(choices, options, n_steps(n_rows, options.rows_per_step)),
+        "output_dir": str(options.folder / "training"),
+    }
+    if has_adapters:
+        keys |= {
+            "use_peft": True,
+            "lora_r": weights["lora_rank"],
+            "lora_alpha": 2 * weights["lora_rank"],
+            "lora_dropout": 0.0,
+            "lora_target_modules": list(facts.attention_projections),
+        }
+    return keys
 
 
 def n_steps(n_rows: int, rows_per_step: int) -> int:
@@ -84,67 +91,26 @@ def n_steps(n_rows: int, rows_per_step: int) -> int:
 
 
 def train(
-    facts: ModelFacts,
-    options: ExtendOptions,
-    choices: Choices,
-    rows: list[dict[str, Any]],
-    folder: Path,
-    result: Path,
-    tell: Callable[[str], None],
+    facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Train, from the last checkpoint in `folder` if there is one, and save the result in `result`.
-
-    The result has the dtype of the checkpoint that came, or is the adapter.
+    """Write the recipe and train as it says, from the last checkpoint in `training` if there is one.
 
     Returns:
         Figures: steps, tokens, seconds of this call, and the loss over the last tenth of the steps.
     """
-    steps = n_steps(len(rows), options.rows_per_step)
-    config = RopeSFTConfig(output_dir=str(folder), **training_fields(choices, options, steps))
-    loaded = facts.load(training_dtype(choices))
-    trainer = ShortRowsTrainer(
-        loaded.to(options.device),
-        config,
-        train_dataset=Dataset.from_dict(
-            {name: [row[name] for row in rows] for name in ("input_ids", "completion_mask")}
-        ),
-        processing_class=facts.tokenizer,
-        peft_config=adapters(choices, facts),
-    )
-    trainer.base_revision = facts.base_revision
-    del loaded
-    for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
-        trainer.remove_callback(printing)
-    progress = _Progress(tell, len(rows), options.rows_per_step)
-    trainer.add_callback(progress)
-    checkpoint = last_checkpoint(folder)
-    begin = time.perf_counter()
+    keys = recipe(facts, options, choices, n_rows)
+    file = options.folder / RECIPE
+    file.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
+    newest = last_checkpoint(Path(keys["output_dir"]))
+    goes_on = {} if newest is None else {"resume_from_checkpoint": str(newest)}
+    progress, begin = _Progress(tell, n_rows, options.rows_per_step), time.perf_counter()
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        made = run(read_stages(read_recipe(file), source=str(file), **goes_on), ShortRowsTrainer, progress)
     finally:
         progress.close()
     seconds = time.perf_counter() - begin
-    if choices.weights.value["train"] != "lora":
-        trainer.model.to(facts.dtype)
-    trainer.save_model(str(result))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    tail = losses[-max(1, len(losses) // 10) :]
-    figures = {
-        "steps": trainer.state.global_step,
-        "tokens": sum(len(row["input_ids"]) for row in rows),
-        "seconds": seconds,
-        "loss": sum(tail) / len(tail),
-    }
-    del trainer
     free_memory()
-    return figures
-
-
-def free_memory() -> None:
-    """Let go of models, which are cycles with their hooks."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    return {**asdict(made.stages[""]), "seconds": seconds}
 
 
 class _Progress(TrainerCallback):

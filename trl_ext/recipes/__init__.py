@@ -1,4 +1,4 @@
-"""From a YAML recipe to a trained model: what `rope-patch train` runs.
+"""From a recipe, or the flags of a command, to a run that is parsed, checked and started.
 
-The command line imports `fine_tuning` and `restoring`.
+`train_recipe` is public; the command line imports `fine_tuning` and `launching`.
 """

@@ -1,116 +1,310 @@
-"""From a recipe of a fine-tuning to the trained model: what `rope-patch train` does."""
+"""From a recipe to the trained model: what `rope-patch train` does."""
 
+import hashlib
+import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from datasets import load_dataset
-from transformers import AutoConfig, TrainerState, set_seed
-from trl import (
-    DatasetMixtureConfig,
-    ModelConfig,
-    ScriptArguments,
-    get_dataset,
-    get_quantization_config,
-)
+from datasets import Dataset, load_dataset
+from transformers import AutoTokenizer, TrainerCallback, TrainerState, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset, get_quantization_config
 
-from rope_patch import describe
+from rope_patch import describe, load_adapter
 from rope_patch.base.empty_folders import without_empty_folders
 from rope_patch.base.hub_revision import require_revision
+from rope_patch.base.remote_code import load_pretrained
+from rope_patch.checkpoints.whole import load_checkpoint
 from rope_patch.eval.report import require_writable
+from rope_patch.export import PROGRAMS, export
+from rope_patch.export.writing import unfinished_folders
 from rope_patch.model_card import read_runs
 
-from ..config import RopeSFTConfig
 from ..data.data_files import READ_ERRORS, require_utf8, unreadable
-from ..runs.checkpoint import require_checkpoint, require_no_adapter, require_tokenizer, trusts_code
-from ..runs.folder import is_whole, last_checkpoint, only_run
-from ..runs.model_files import commit_of, recorded_commit
+from ..engines.device import free_memory
+from ..runs.checkpoint import ADAPTER_CONFIG, require_checkpoint, require_no_adapter, require_tokenizer, trusts_code
+from ..runs.folder import is_whole, last_checkpoint, only_run, read_run_record, require_same_settings, write_whole
+from ..runs.model_files import begun_with, commit_of, model_files, recorded_commit, require_same_model
 from ..trainer.trainer import RopeSFTTrainer
 from .adapter_config import adapter_config
 from .engine_advice import engine_advice
-from .recipe import RecipeParser, leave_precision_to_recipe
+from .recipe import read_recipe, recipe_and_flags
+from .stages import Stage, read_stages, require_fitting_stages
+from .stopped import SAME_COMMAND_GOES_ON
 
-FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
-"""Whose fields are keys of a recipe and flags of the command line."""
+logger = logging.get_logger(__name__)
+
+RECORD = "recipe.json"
+"""What the stages of a recipe were begun with, in its `output_dir`."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a training did.
+
+    Args:
+        steps: optimizer steps.
+        tokens: that it has read.
+        loss: mean of the last tenth of the losses that were logged, None where none was.
+    """
+
+    steps: int
+    tokens: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a recipe made.
+
+    Args:
+        folder: the model, or the adapters of a recipe without stages.
+        stages: name -> figures of each stage; of a recipe without stages its own, under "".
+    """
+
+    folder: Path
+    stages: dict[str, Figures]
+
+    def __str__(self) -> str:
+        told = [f"{self.folder}: {sum(one.tokens for one in self.stages.values()):,} tokens"]
+        for name, one in self.stages.items():
+            loss = "" if one.loss is None else f", loss {one.loss:.3f} at the end"
+            told.append(f"  {name or 'training'}: {one.steps} steps{loss}")
+        return "\n".join(told)
+
+
+def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Trained:
+    """Train as a recipe says, and save the model, or its adapters, in `output_dir`.
+
+    A recipe has the keys of `rope-patch train`. With `stages`, a list of mappings, each stage has the recipe's keys
+    with its own laid over them, and `name`, its folder in `output_dir`. It begins from what the stage before left: from
+    its weights, or from the base model with its adapters, which are trained on. A `rescale` beside `stages` is applied
+    once, before the first. The same call goes on where an interrupted one stopped, within a stage or between stages. At
+    the end a plain checkpoint, in the dtype of the one that came, is exported to `output_dir/model`.
+
+    Args:
+        recipe: a YAML file, or its keys and values.
+        **overrides: keys that win over those of the recipe and of its stages, e.g. output_dir="other".
+
+    Returns:
+        Where the result is, and what was trained.
+
+    Raises:
+        ValueError: the recipe is wrong; model, text and settings do not go together; a stage has a teacher and no
+            adapters after the first, or rows beyond its teacher's window; weights in 16 bits are trained in stages;
+            `output_dir` has stages of another recipe, model or text; or another process trains there.
+        OSError: a file that is not there, or a folder that cannot be written.
+    """
+    if isinstance(recipe, Mapping):
+        return run(read_stages(recipe, **overrides))
+    return run(read_stages(read_recipe(Path(recipe)), source=str(recipe), **overrides))
 
 
 def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
-    """Fine-tune as a recipe says, and save the model, or its adapters, in `output_dir`.
+    """`train_recipe` from the command line; of a recipe with stages it prints what was made, and how to serve it.
 
     Args:
         arguments: `--config RECIPE.yaml` and flags, which win; None takes those of the process.
-
-    Raises:
-        ValueError: the recipe is wrong, model, text and settings do not go together, the checkpoint to go on from is of
-            another commit of the model, or another process trains into `output_dir`.
-        OSError: a file that is not there, or a folder that cannot be written.
     """
-    leave_precision_to_recipe()
-    script, training, model, data = _parsed(arguments)
-    if training.resume_from_checkpoint is not None and not Path(training.resume_from_checkpoint).is_dir():
-        raise ValueError(
-            "resume_from_checkpoint must be a folder such as OUTPUT_DIR/checkpoint-100, got "
-            f"{training.resume_from_checkpoint}: there is no such folder."
-        )
-    if training.resume_from_checkpoint is not None and not is_whole(Path(training.resume_from_checkpoint)):
-        raise ValueError(
-            f"resume_from_checkpoint must be a whole checkpoint, and {training.resume_from_checkpoint} has no readable "
-            "trainer_state.json, as a run that is killed while it saves leaves it: name an earlier one."
-        )
-    hub_model = _hub_model(training, model)
-    require_other_folder(training.output_dir, model)
-    folder = Path(str(training.output_dir))
-    with without_empty_folders(folder):
-        require_writable(folder)
+    stages = _read(arguments)
+    made = run(stages)
+    if stages[0].name and PartialState().is_main_process:
+        print(f"{made}\nServe it with transformers: {PROGRAMS['transformers'](made.folder, None)}")
+
+
+def _read(arguments: Sequence[str] | None) -> list[Stage]:
+    keys, flags, source = recipe_and_flags(list(sys.argv[1:] if arguments is None else arguments))
+    return read_stages(keys, flags, source)
+
+
+def run(
+    stages: list[Stage],
+    trainer_class: type[RopeSFTTrainer] | None = None,
+    progress: TrainerCallback | None = None,
+) -> Trained:
+    """Train what `read_stages` has read.
+
+    Args:
+        stages: of a recipe.
+        trainer_class: of a recipe without stages; None is `RopeSFTTrainer`.
+        progress: of a recipe without stages, shown in place of what Transformers and this package print.
+    """
+    first = stages[0]
+    root = first.folder.parent if first.name else first.folder
+    record = root / RECORD
+    begun = [stage for stage in stages if first.name and stage.is_begun]
+    if begun:
+        require_same_settings(record, _settings(stages, begun), "output_dir")
+    recorded = begun_with(record).get("hub_model", {}) if begun else _hub_model_of(first.training)
+    config, hub_model = _model(first, recorded or {})
+    require_other_folder(root, first.model)
+    if first.name:
+        require_fitting_stages(stages, getattr(config.get_text_config(), "max_position_embeddings", None))
+        if (root / "model/config.json").is_file() and not all(stage.figures.is_file() for stage in stages):
+            raise ValueError(
+                f"{root / 'model'} is there already, and this recipe would export to it: use another output_dir."
+            )
+        if begun:
+            files = model_files(str(first.model.model_name_or_path))
+            require_same_model(record, str(first.model.model_name_or_path), files, "output_dir")
+    with without_empty_folders(root):
+        require_writable(root)
         # of several ranks the first writes
-        with only_run(folder, "output_dir") if training.process_index == 0 else nullcontext():
-            _fine_tune(script, training, model, data, hub_model)
+        with only_run(root, "output_dir") if first.training.process_index == 0 else nullcontext():
+            if not first.name:
+                return Trained(root, {"": _train(first, _text(first), hub_model, None, trainer_class, progress)})
+            try:
+                return _run_stages(stages, begun, root, hub_model, getattr(config, "dtype", None))
+            except KeyboardInterrupt as stopped:
+                raise KeyboardInterrupt(f"{SAME_COMMAND_GOES_ON} {root}.") from stopped
 
 
-def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dict[str, Any] | None) -> None:
-    training.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(training.model_init_kwargs or {}),
-        **({} if hub_model is None else {"revision": hub_model["model_commit"]}),
-    }
+def _run_stages(
+    stages: list[Stage], begun: list[Stage], root: Path, hub_model: dict[str, Any] | None, dtype: Any
+) -> Trained:
+    """Train the stages that are not finished yet, and export what the last one leaves."""
+    ranks = PartialState()  # each of which runs all this; the first one writes
+    texts = [_text(stage) for stage in stages]
+    contents = {f"text of {s.name}": _digests(text) for s, text in zip(stages, texts, strict=True)}
+    if begun:
+        known = {name: contents[name] for name in (f"text of {stage.name}" for stage in begun)}
+        require_same_settings(root / RECORD, known, "output_dir", {name: name for name in known})
+    ranks.wait_for_everyone()
+    if ranks.is_main_process:
+        files = model_files(str(stages[0].model.model_name_or_path))
+        settings = {**_settings(stages, stages), **contents, "model_files": files, "hub_model": hub_model}
+        write_whole(root / RECORD, settings)
+    done, before = {}, None
+    for stage, text in zip(stages, texts, strict=True):
+        if not stage.figures.is_file():
+            figures = _train(stage, text, hub_model, before)
+            free_memory()
+            if ranks.is_main_process:
+                write_whole(stage.figures, asdict(figures))
+            ranks.wait_for_everyone()
+        done[stage.name] = Figures(**read_run_record(stage.figures))
+        before = stage.folder
+    result = root / "model"
+    if ranks.is_main_process and (result / "config.json").is_file():
+        logger.warning(f"All that was begun in {root} is done: nothing was left to do.")
+    elif ranks.is_main_process:
+        for left in unfinished_folders(result):  # by a call that was killed here; as large as the model
+            shutil.rmtree(left)
+        is_adapter = (stages[-1].folder / ADAPTER_CONFIG).is_file()
+        # and not float32, in which weights are trained and which would double the checkpoint
+        source = stages[-1].folder if is_adapter else load_checkpoint(stages[-1].folder, dtype=dtype or "auto")
+        export(source, result, check=False)
+    ranks.wait_for_everyone()
+    return Trained(result, done)
+
+
+def _settings(stages: Sequence[Stage], begun: Sequence[Stage]) -> dict[str, Any]:
+    """What a later call must not change: which stages there are, and all of those that are begun."""
+    return {"stages": [stage.name for stage in stages], **{f"stage {stage.name}": stage.settings for stage in begun}}
+
+
+def _digests(splits: Mapping[str, Any]) -> dict[str, str | None]:
+    """SHA-256 of the rows of each split, None of a stream: the fingerprint of a dataset is another in each process."""
+    digests: dict[str, str | None] = {}
+    for name, split in splits.items():
+        digest = hashlib.sha256() if isinstance(split, Dataset) else None
+        if digest is not None:
+            for batch in split.with_format("arrow").iter(100):
+                digest.update(repr(batch.to_pylist()).encode())
+        digests[name] = None if digest is None else digest.hexdigest()
+    return digests
+
+
+def _text(stage: Stage) -> dict[str, Any]:
+    """Rows to train on, under "train", and under "test" those to evaluate on, if the recipe evaluates."""
+    script, training, data = stage.script, stage.training, stage.data
     set_seed(training.seed)  # what test_split_size holds out is drawn: alike on all ranks, and when a run goes on
     dataset = _splits(script, data)
-    evaluates = training.eval_strategy != "no"
     if script.dataset_train_split not in dataset:
         raise ValueError(
             f"dataset_train_split must be one of {', '.join(dataset)}, the splits of the text, got "
             f"{script.dataset_train_split!r}."
         )
-    if evaluates and script.dataset_test_split not in dataset:
+    if training.eval_strategy == "no":
+        return {"train": dataset[script.dataset_train_split]}
+    if script.dataset_test_split not in dataset:
         hold_out = "test_split_size to hold a part out, or " if data.datasets else ""
         raise ValueError(
             f"eval_strategy needs a split {script.dataset_test_split!r} and the text has {', '.join(dataset)}: set "
             f"{hold_out}dataset_test_split."
         )
-    trainer = RopeSFTTrainer(
-        model=model.model_name_or_path,
-        args=training,
-        train_dataset=dataset[script.dataset_train_split],
-        eval_dataset=dataset[script.dataset_test_split] if evaluates else None,
-        quantization_config=get_quantization_config(model),
-        peft_config=adapter_config(model),
-    )
+    return {"train": dataset[script.dataset_train_split], "test": dataset[script.dataset_test_split]}
+
+
+def _train(
+    stage: Stage,
+    text: Mapping[str, Any],
+    hub_model: dict[str, Any] | None,
+    before: Path | None,
+    trainer_class: type[RopeSFTTrainer] | None = None,
+    progress: TrainerCallback | None = None,
+) -> Figures:
+    """Train one stage, or a recipe without stages, and save the result in its folder.
+
+    Args:
+        stage: of a recipe, or the recipe.
+        text: of `_text`.
+        hub_model: of `_model`.
+        before: folder of the stage before.
+        trainer_class: as of `run`.
+        progress: as of `run`.
+    """
+    training = stage.training
+    loading = stage.loading if hub_model is None else {**stage.loading, "revision": hub_model["model_commit"]}
+    given: dict[str, Any] = {"model": stage.model.model_name_or_path, "peft_config": adapter_config(stage.model)}
+    quantized = get_quantization_config(stage.model)
+    training.model_init_kwargs = loading
+    if before is None:
+        given["quantization_config"] = quantized
+    elif stage.model.use_peft:
+        if quantized is not None:
+            loading["quantization_config"] = quantized
+        base = load_checkpoint(given["model"], **loading)
+        given = {"model": load_adapter(base, before, is_trainable=True)}
+        given["processing_class"] = load_pretrained(AutoTokenizer, before)
+        training.model_init_kwargs = None
+    else:
+        given["model"] = str(before)
+        training.model_init_kwargs = {**loading, "revision": "main"}
+    trainer_class = trainer_class or RopeSFTTrainer
+    trainer = trainer_class(args=training, train_dataset=text["train"], eval_dataset=text.get("test"), **given)
     trainer.hub_model = hub_model
-    trainer.accelerator.print(describe(trainer.model))
-    begun = time.time()
+    if before is not None and stage.model.use_peft:
+        trainer.base_revision = loading["revision"]
+    for parameter in trainer.model.parameters():
+        if stage.name and parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            # TRL makes adapters of quantised models bfloat16, which rounds small steps away
+            parameter.data = parameter.data.float()
+    if progress is None:
+        trainer.accelerator.print(describe(trainer.model))
+    else:
+        for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
+            trainer.remove_callback(printing)
+        trainer.add_callback(progress)
+    newest = last_checkpoint(stage.folder) if stage.name else training.resume_from_checkpoint
+    checkpoint, begun = None if newest is None else str(newest), time.time()
+    # read before the training, which may remove old checkpoints
+    done = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json"))).global_step if checkpoint else None
     try:
-        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt as stopped:
-        raise KeyboardInterrupt(_how_to_go_on(training, begun)) from stopped
-    checkpoint, step = training.resume_from_checkpoint, trainer.state.global_step
-    if checkpoint and TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json"))).global_step == step:
+        raise KeyboardInterrupt(_how_to_go_on(stage, begun)) from stopped
+    step = trainer.state.global_step
+    if done == step:
         trainer.accelerator.print(
             f"Nothing was left to train: {checkpoint} is of step {step}, and the run ends at step "
             f"{trainer.state.max_steps}."
@@ -118,64 +312,70 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
     trainer.save_model()
     if training.push_to_hub:
         trainer.push_to_hub()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    tail = losses[-max(1, len(losses) // 10) :]
+    return Figures(step, int(trainer._total_train_tokens), sum(tail) / len(tail) if tail else None)
 
 
-def _require_no_evaluation(training: RopeSFTConfig, data: DatasetMixtureConfig) -> None:
-    """Raise ValueError for a field that is of evaluations alone, of which a run with `eval_strategy` "no" has none."""
-    if training.eval_strategy != "no":
-        return
-    of_evaluation = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
-    default = {field.name: field.default for field in fields(training)}
-    without_effect = [name for name in of_evaluation if getattr(training, name) != default[name]]
-    if training.load_best_model_at_end:
-        without_effect.append("load_best_model_at_end")
-    if data.test_split_size:
-        without_effect.append("test_split_size")
-    if without_effect:
-        raise ValueError(
-            f"{' and '.join(without_effect)} would have no effect: add eval_strategy: steps or epoch, without which a "
-            "run is not evaluated."
-        )
-
-
-def _how_to_go_on(training: RopeSFTConfig, begun: float) -> str:
+def _how_to_go_on(stage: Stage, begun: float) -> str:
     """What a run that was stopped has left, which began at `begun`; an earlier run may have left checkpoints there."""
-    newest = last_checkpoint(Path(str(training.output_dir)))
+    newest = last_checkpoint(stage.folder)
     is_of_this_run = newest is not None and (newest / "trainer_state.json").stat().st_mtime >= begun
-    checkpoint = newest if is_of_this_run else training.resume_from_checkpoint
+    checkpoint = newest if is_of_this_run else stage.training.resume_from_checkpoint
     if checkpoint is None:
         return "No checkpoint was saved: the same command begins anew."
     return f"The same command goes on with --resume_from_checkpoint {checkpoint}, and without it begins anew."
 
 
-def _hub_model(training: RopeSFTConfig, model: ModelConfig) -> dict[str, Any] | None:
-    """What is asked for of a model on the hub, and the commit that it is; None of a folder.
+def _hub_model_of(training: Any) -> dict[str, Any]:
+    """The model on the hub that the checkpoint to go on from was begun with; nothing where it names none.
 
-    A checkpoint goes on with the commit that it was begun with: its branch may have moved since.
+    Raises:
+        ValueError: there is no such checkpoint, or it is not whole.
     """
-    loading: Any = training.model_init_kwargs or {}  # parsed from JSON by now
-    name, revision = str(model.model_name_or_path), loading.get("revision", model.model_revision)
-    runs = read_runs(training.resume_from_checkpoint or "")
-    begun = runs[-1].get("run", {}).get("hub_model", {}) if runs else {}
+    checkpoint = training.resume_from_checkpoint
+    if checkpoint is None:
+        return {}
+    if not is_whole(Path(checkpoint)):
+        raise ValueError(
+            f"resume_from_checkpoint must be a whole checkpoint such as OUTPUT_DIR/checkpoint-100, got {checkpoint}: "
+            "there is no readable trainer_state.json. A run that is killed while it saves leaves a part of one."
+        )
+    runs = read_runs(checkpoint)
+    recorded: dict[str, Any] = runs[-1].get("run", {}).get("hub_model", {}) if runs else {}
+    return recorded
+
+
+def _model(stage: Stage, begun: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """The config of the model, and of one on the hub what is asked for and the commit that it is; None of a folder.
+
+    A run goes on with the commit that it was begun with: its branch may have moved since.
+
+    Args:
+        stage: of a recipe, or the recipe.
+        begun: what the run had that goes on.
+    """
+    model, training = stage.model, stage.training
+    name, revision = str(model.model_name_or_path), stage.loading["revision"]
     commit = recorded_commit(begun, name, revision)
-    require_model(model, commit or revision, trusts_code(training))
+    config = require_model(model, commit or revision, trusts_code(training))
     commits: list[str | None] = broadcast_object_list([commit or commit_of(name, revision)])  # of the first rank
     commit = commits[0]
     if commit is None:
-        return None
+        return config, None
     if begun.get("model") == name and begun["model_commit"] != commit:
         raise ValueError(
             f"model_revision must be {begun['model_revision']}, with which {training.resume_from_checkpoint} was begun "
             f"as commit {begun['model_commit']} of {name}, got {revision}, which is commit {commit}. Give the former, "
             "or start a new run, in another output_dir and without resume_from_checkpoint."
         )
-    return {"model": name, "model_revision": revision, "model_commit": commit}
+    return config, {"model": name, "model_revision": revision, "model_commit": commit}
 
 
 def plan_recipe(
     arguments: Sequence[str], n_gpus: Sequence[int], of_row: int | None = None, available: int | None = None
 ) -> str:
-    """What each engine needs for the fine-tuning of a recipe on so many GPUs; nothing is loaded or written.
+    """What each engine needs for the training of a recipe on so many GPUs, of each stage; nothing is loaded or written.
 
     Args:
         arguments: as of `fine_tune_recipe`.
@@ -184,58 +384,30 @@ def plan_recipe(
         available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
-        ValueError: the recipe is wrong, of a restoration, or of weights in 4 or 8 bits, which are not counted.
+        ValueError: the recipe is wrong, or of weights in 4 or 8 bits, which are not counted.
         OSError: a file that is not there.
     """
     on_cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # where bf16 would be refused
-    _, training, model, _ = _parsed([*arguments, *on_cpu])
-    require_model(model, trust_remote_code=trusts_code(training))
-    if model.load_in_4bit or model.load_in_8bit:
-        raise ValueError("--dry_run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out.")
-    loading: Any = training.model_init_kwargs or {}  # parsed from JSON by now
-    config = AutoConfig.from_pretrained(
-        model.model_name_or_path,
-        revision=loading.get("revision", model.model_revision) or "main",
-        trust_remote_code=trusts_code(training),
-    )
-    return engine_advice(
-        config,
-        training,
-        adapter_config(model),
-        loading.get("dtype", model.dtype),
-        n_gpus,
-        attention=loading.get("attn_implementation", model.attn_implementation),
-        of_row=of_row,
-        available=available,
-    )
-
-
-def _parsed(arguments: Sequence[str] | None) -> tuple[Any, ...]:
-    try:
-        parsed: tuple[Any, ...] = RecipeParser(FIELDS, prog="rope-patch train").parse_args_and_config(arguments)
-        _require_counts(parsed[1])
-        _require_no_evaluation(parsed[1], parsed[3])
-        return parsed
-    except ValueError as error:
-        if "support bf16/gpu" not in str(error):  # of Transformers, for lack of a GPU
-            raise
-        raise ValueError(
-            "there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on the CPU, which is slow."
-        ) from error
-
-
-def _require_counts(training: RopeSFTConfig) -> None:
-    """Raise ValueError for numbers with which nothing would be trained, and for a folder without a name."""
-    if not str(training.output_dir):
-        raise ValueError("output_dir must name a folder, got an empty name.")
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if getattr(training, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(training, name)}.")
-    if training.max_steps <= 0 and not training.num_train_epochs > 0:
-        raise ValueError(
-            f"num_train_epochs must be above 0 where max_steps is not, got {training.num_train_epochs} and max_steps="
-            f"{training.max_steps}: nothing would be trained."
+    plans = []
+    for stage in _read([*arguments, *on_cpu]):
+        training, model, loading = stage.training, stage.model, stage.loading
+        config = require_model(model, loading["revision"], trusts_code(training))
+        if model.load_in_4bit or model.load_in_8bit:
+            raise ValueError(
+                "--dry_run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out."
+            )
+        plan = engine_advice(
+            config,
+            training,
+            adapter_config(model),
+            loading["dtype"],
+            n_gpus,
+            attention=loading["attn_implementation"],
+            of_row=of_row,
+            available=available,
         )
+        plans.append(f"{stage.name}:\n{plan}" if stage.name else plan)
+    return "\n\n".join(plans)
 
 
 def require_other_folder(output_dir: str | Path, model: ModelConfig) -> None:
@@ -247,29 +419,33 @@ def require_other_folder(output_dir: str | Path, model: ModelConfig) -> None:
         )
 
 
-def require_model(model: ModelConfig, revision: str | None = None, trust_remote_code: bool = False) -> None:
-    """Raise ValueError unless the model is one, and all that is said of adapters has a use.
+def require_model(model: ModelConfig, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The config of the model.
 
     Args:
         model: as the recipe says.
         revision: on the hub that is looked at; None is the one that the recipe says.
         trust_remote_code: run code that the model brings.
+
+    Raises:
+        ValueError: it is no model, or something that is said of adapters has no use.
     """
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path must name the model, a hub id or the folder of a checkpoint.")
     require_no_adapter(model.model_name_or_path, "model_name_or_path")
     if model.model_revision != "main":  # TRL's default
         require_revision(model.model_revision, model.model_name_or_path, "model_revision")
-    require_checkpoint(
+    config = require_checkpoint(
         model.model_name_or_path, "model_name_or_path", revision or model.model_revision, trust_remote_code
     )
     require_tokenizer(model.model_name_or_path, "model_name_or_path")
     if model.use_peft:
-        return
+        return config
     of_adapters = [f for f in fields(ModelConfig) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]
     changed = [f.name for f in of_adapters if getattr(model, f.name) != f.default]
     if changed:
         raise ValueError(f"{' and '.join(changed)} would have no effect: add use_peft: true, which trains adapters.")
+    return config
 
 
 def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:

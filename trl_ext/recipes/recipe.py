@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -25,11 +25,6 @@ _ARGPARSE_WORDS = {"int": "an integer", "float": "a number", "string_to_bool": "
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a mapping", list: "a list"}
 
 
-def leave_precision_to_recipe() -> None:
-    """Forget the precision of a launcher's config, which Trainer takes where it is told neither bf16 nor fp16."""
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-
-
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] whose errors name the file, the key and what was meant.
 
@@ -38,17 +33,15 @@ class RecipeParser(TrlParser):
 
     Args:
         dataclass_types: whose fields are the keys of the recipe and the flags of the command line.
-        kind: of the recipe, for messages, e.g. "a restoration".
         **kwargs: of `argparse.ArgumentParser`.
     """
 
-    def __init__(self, dataclass_types: Any = None, *, kind: str = "", **kwargs: Any) -> None:
+    def __init__(self, dataclass_types: Any = None, **kwargs: Any) -> None:
         # a flag in part would be taken for another one
         super().__init__(dataclass_types, **{"allow_abbrev": False, **kwargs})
         if RopeSFTConfig in list(self.dataclass_types):
             self.set_defaults(**LONG_DOCUMENTS)
         self.add_argument("--help-all", action="help", dest="help", help="explain every field and exit")
-        self.kind = kind and f", {kind}"
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError, where argparse would print the flags of all fields, which are several pages."""
@@ -76,34 +69,43 @@ class RecipeParser(TrlParser):
             ValueError: a key, a flag or a value that no field takes, or what the dataclasses refuse.
             OSError: there is no such recipe.
         """
-        arguments = with_config_flag(with_home(list(sys.argv[1:] if args is None else args)))
-        recipe = recipe_of(arguments)
-        if recipe is not None:
-            path, keys = recipe
-            self._check_keys(path, keys)
-            self._check_values(path, keys)
-        *parsed, rest = super().parse_args_and_config(arguments, return_remaining_strings=True)
+        keys, flags, source = recipe_and_flags(list(sys.argv[1:] if args is None else args))
+        return self.parse(keys, flags, source)
+
+    def parse(self, keys: Mapping[Any, Any], flags: Sequence[str], source: str) -> tuple[Any, ...]:
+        """The dataclasses, from the keys of a recipe and the flags.
+
+        Args:
+            keys: of the recipe.
+            flags: of the command line, which win.
+            source: of the keys, for messages.
+
+        Raises:
+            ValueError: a key, a flag or a value that no field takes, or what the dataclasses refuse.
+        """
+        self._check_keys(source, keys)
+        self._check_values(source, keys)
+        defaults = with_home(dict(keys))
+        os.environ.update({name: str(value) for name, value in (defaults.pop("env", None) or {}).items()})
+        self.set_defaults_with_config(**defaults)
+        *parsed, rest = self.parse_args_into_dataclasses(list(flags), return_remaining_strings=True)
         if rest:
             raise self._unknown_argument(rest[0])
         return tuple(parsed)
 
-    def set_defaults_with_config(self, **kwargs: Any) -> Any:
-        """TRL's, which takes the values of the recipe for defaults, with the user's home in their paths."""
-        return super().set_defaults_with_config(**with_home(kwargs))
-
-    def _check_keys(self, path: str, recipe: dict[Any, Any]) -> None:
-        known = {action.dest for action in self._actions} - {"help"} | {"env"}  # TRL sets what is under `env`
+    def _check_keys(self, path: str, recipe: Mapping[Any, Any]) -> None:
+        known = {action.dest for action in self._actions} - {"help"} | {"env"}  # environment variables, as in TRL
         for name in recipe:
             if name not in known:
-                raise ValueError(f"{unknown('key', name, known, of=path + self.kind)} --help-all explains each.")
+                raise ValueError(f"{unknown('key', name, known, of=path)} --help-all explains each.")
         if DatasetMixtureConfig in list(self.dataclass_types) and recipe.get("datasets") is not None:
             _check_datasets(path, recipe["datasets"])
 
-    def _check_values(self, path: str, recipe: dict[str, Any]) -> None:
+    def _check_values(self, path: str, recipe: Mapping[str, Any]) -> None:
         for kind in self.dataclass_types:
             for name, hint in get_type_hints(kind).items():
                 if name != "datasets" and recipe.get(name) is not None and not _fits(hint, recipe[name]):
-                    raise ValueError(f"{name} in {path} must be {_described(hint)}, got {_shown(recipe[name])}.")
+                    raise ValueError(f"{name} in {path} must be {_described(hint)}, got {shown(recipe[name])}.")
 
     def _unknown_argument(self, argument: str) -> ValueError:
         if not argument.startswith("-"):
@@ -127,22 +129,34 @@ def with_config_flag(arguments: Sequence[str]) -> list[str]:
     return ["--config", *parts]
 
 
-def recipe_of(arguments: Sequence[str]) -> tuple[str, dict[Any, Any]] | None:
-    """The path behind `--config` and the keys and values of that recipe; None without one.
+def recipe_and_flags(arguments: Sequence[str]) -> tuple[dict[Any, Any], list[str], str]:
+    """The keys of the recipe behind `--config`, the flags, and the path of the recipe; no keys without one.
 
     Raises:
         ValueError: nothing stands behind `--config`, or the file is no YAML mapping.
         OSError: it cannot be read.
     """
-    if "--config" not in arguments:
-        return None
-    if arguments[-1] == "--config":
+    flags = with_config_flag(with_home(list(arguments)))
+    if "--config" not in flags:
+        return {}, flags, "the recipe"
+    if flags[-1] == "--config":
         raise ValueError("--config must name a recipe, a YAML file.")
-    path = Path(arguments[list(arguments).index("--config") + 1])
+    at = flags.index("--config")
+    path = flags[at + 1]
+    return read_recipe(Path(path)), flags[:at] + flags[at + 2 :], path
+
+
+def read_recipe(path: Path) -> dict[Any, Any]:
+    """The keys and values of a recipe.
+
+    Raises:
+        ValueError: the file is no YAML mapping.
+        OSError: it cannot be read.
+    """
     recipe = read_yaml(path, f"the recipe {path}")
     if not isinstance(recipe, dict):
-        raise ValueError(f"the recipe {path} must be a YAML mapping, lines of `name: value`, got {_shown(recipe)}.")
-    return str(path), recipe
+        raise ValueError(f"the recipe {path} must be a YAML mapping, lines of `name: value`, got {shown(recipe)}.")
+    return recipe
 
 
 class _OnceEach(yaml.SafeLoader):
@@ -188,7 +202,7 @@ def _check_datasets(path: str, entries: object) -> None:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(
             f"datasets in {path} must be a list of mappings, each `- path: json` with `data_files`, or "
-            f"`- path: HUB_ID`; got {_shown(entries)}."
+            f"`- path: HUB_ID`; got {shown(entries)}."
         )
     known = {f.name for f in fields(DatasetConfig)}
     for name in [name for entry in entries for name in entry]:
@@ -243,7 +257,8 @@ def _described(hint: Any) -> str:
     return _WORDS.get(origin, str(hint))
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value of YAML for a message."""
     if isinstance(value, bool):  # `no` and `off`, without quotation marks
         return f"{value}, as YAML reads yes, no, on and off: put the word in quotation marks if it is meant as a text"
     text = repr(value)

@@ -3,9 +3,8 @@
 import json
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,51 +148,5 @@ def only_run(path: Path, option: str) -> Iterator[None]:
         os.close(held)
 
 
-@contextmanager
-def forgotten_unless_begun(record: Path, *other: Path) -> Iterator[None]:
-    """Remove the record of a run that fails before it saves anything: corrected, it would be another run in its folder.
-
-    Args:
-        record: the file of `record_settings`, which this process holds.
-        other: files beside it that such a run may have written.
-    """
-    folder = record.parent
-    try:
-        yield
-    except BaseException:
-        if {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()} <= {record, *other}:
-            for file in (record, *other):
-                file.unlink(missing_ok=True)
-            for empty in sorted(folder.rglob("*"), reverse=True):  # each before the folder that it is in
-                with suppress(OSError):  # a network file system keeps the record while it is held, under another name
-                    empty.rmdir()
-        raise
-
-
 def _in_use(folder: Path, option: str) -> str:
     return f"{folder} is in use: another process writes there. Wait for it, stop it, or use another {option}."
-
-
-class Stopwatch:
-    """Seconds per step, kept in a file so that a run that was stopped still knows those of its earlier parts.
-
-    Args:
-        file: that keeps them.
-        writes: whether this process writes it: of several ranks, one.
-    """
-
-    def __init__(self, file: Path, *, writes: bool = True) -> None:
-        self.file, self.writes = file, writes
-        self.times: dict[str, float] = read_run_record(file) if file.is_file() else {}
-
-    def __call__(self, step: str) -> "Stopwatch":
-        self.step = step
-        return self
-
-    def __enter__(self) -> None:
-        self.begin = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.times[self.step] = self.times.get(self.step, 0.0) + time.perf_counter() - self.begin
-        if self.writes:
-            write_whole(self.file, self.times)

@@ -17,6 +17,7 @@ from rope_patch.export.serving import serving_of
 from rope_patch.forward.config_agrees import text_config
 from rope_patch.forward.sources import ViewSource
 from rope_patch.forward.state import state_of
+from rope_patch.loading import adapter_folder_of
 from rope_patch.model_card import BaseModel, facts_of, native_window, read_runs, render
 from rope_patch.rope.rotary import find_causal_lm, find_decoder
 
@@ -89,6 +90,8 @@ def run_facts(
     before = earlier[-1].get("run", {}).get("rescalings", []) if earlier else []
     state = None if source is None else state_of(find_decoder(model))
     rescalings = () if state is None else state.rescalings
+    if state is not None and before and adapter_folder_of(model) is not None:
+        rescalings = rescalings[len(state.start_rescalings) :]  # the adapter brought those of the runs before
     cited = [paper for one in rescalings for paper in one.cites]
     cited += [] if source is None else source.view.cited()
     cited += args.objective_options.cited()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.adapters.sidecar import SIDECAR_NAME
 from rope_patch.checkpoints.files_beside import LICENSE_FILES, copy_license, require_no_links_out
 from rope_patch.forward.sources import ViewSource
+from rope_patch.loading import adapter_folder_of
 from rope_patch.model_card import RECORD_NAME, has_card_of_user, write_card, write_runs
 from rope_patch.rope.rotary import find_causal_lm
 
@@ -33,7 +34,8 @@ class RunRecord:
         self.source, self.method, self.dataset = source, method, dataset
         base = find_causal_lm(trainer.model).config._name_or_path
         require_no_links_out(base, LICENSE_FILES)  # before the training, at whose end they are copied
-        self._earlier = runs_before(base, trainer.args.output_dir)
+        # an adapter that was loaded to be trained on brings its own runs, after those of its base
+        self._earlier = runs_before(str(adapter_folder_of(trainer.model) or base), trainer.args.output_dir)
         self._keeps_card: dict[Path, bool] = {}  # of folders that are being saved into
 
     def write_before_weights(self, trainer: "RopeSFTTrainer", folder: Path) -> None:

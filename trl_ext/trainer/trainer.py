@@ -367,8 +367,9 @@ class RopeSFTTrainer(SFTTrainer):
         if checkpoint is None:
             return "Free some space, and run the same again: no checkpoint is whole yet."
         return (
-            f"Free some space, and run the same again: `rope-patch extend` and `restore` go on from {checkpoint}, the "
-            f"newest that is whole, and `rope-patch train` and scripts with resume_from_checkpoint={str(checkpoint)!r}."
+            f"Free some space, and run the same again: `rope-patch extend` and recipes with stages go on from "
+            f"{checkpoint}, the newest that is whole, and other recipes and scripts with "
+            f"resume_from_checkpoint={str(checkpoint)!r}."
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -17,7 +17,7 @@ from rope_patch.layout.special_tokens import SpecialTokens
 
 from ..config import RopeSFTConfig
 from ..data.document_survey import Survey
-from ..data.long_documents import STAY_WHOLE, cut_batch
+from ..data.long_documents import STAY_WHOLE, cut_batch, cut_into_rows
 
 logger = logging.get_logger(__name__)
 
@@ -218,8 +218,9 @@ def prepare_rows(
 ) -> Any:
     """Rows of a dataset for training, by TRL's own preparation, and one line of what is left out of them.
 
-    TRL tokenizes first. With `long_documents="split"` documents without a token to predict are then left out, and those
-    longer than `max_length` are cut where the kind of data allows it. Otherwise the rows are TRL's.
+    TRL tokenizes first, but for the texts of `long_documents="full-rows"`, of which `cut_into_rows` makes rows. With
+    "split" documents without a token to predict are then left out, and those longer than `max_length` are cut where the
+    kind of data allows it. Otherwise the rows are TRL's.
 
     Args:
         dataset: as the trainer was given it.
@@ -233,6 +234,12 @@ def prepare_rows(
         ValueError: no document has a token to predict, `max_length` leaves no room for one, or a row that is packed
             already has more tokens.
     """
+    fills_rows = args.long_documents == "full-rows"
+    if fills_rows:
+        with args.main_process_first(desc="cutting documents"):
+            dataset, coverage = cut_into_rows(dataset, tokenizer, args.max_length or 0, args.dataset_text_field)
+        if args.process_index == 0:
+            logger.warning(f"{name}: {coverage}")
     columns = _column_names(dataset)
     if "seq_lengths" in columns:
         return _prepare_packed(dataset, name, args, prepare)
@@ -293,7 +300,7 @@ def prepare_rows(
     rows = prepare(*way.truncated(tokenized), packing)
     if way.splits and way.wraps and (single := int((survey(rows).lengths == 1).sum())):
         left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
-    if args.process_index == 0:
+    if args.process_index == 0 and not fills_rows:
         size = "" if args.max_length is None else f" of at most {args.max_length}"
         what = f"{name}: {_count(len(documents.lengths), 'document')} of {_count(documents.tokens, 'token')}"
         notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *way.notes]
@@ -353,7 +360,7 @@ class _Way:
 
     @property
     def splits(self) -> bool:
-        return self.args.long_documents == "split"
+        return self.args.long_documents != "truncate"
 
     @property
     def truncates(self) -> bool:

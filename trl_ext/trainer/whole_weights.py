@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import transformers
+from transformers import AutoConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl.trainer.utils import create_model_from_path
 
@@ -14,12 +16,18 @@ if TYPE_CHECKING:
     from ..config import RopeSFTConfig
 
 
+_OF_CONFIG = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
+
+
 class _Whole:
     """In place of the class that TRL loads a model with: the same one, which also says what it did not find."""
 
     @staticmethod
     def from_pretrained(name: str, **options: Any) -> Any:
-        return require_whole(name, partial(create_model_from_path, name, **options))
+        # TRL would look for the class in the config of "main", which may be gone
+        config = AutoConfig.from_pretrained(name, **{key: options[key] for key in _OF_CONFIG if key in options})
+        architecture = getattr(transformers, config.architectures[0], None)
+        return require_whole(name, partial(create_model_from_path, name, architecture, **options))
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from support.training import tokenizer
 from transformers import AutoModelForCausalLM
 
 from rope_patch import load_adapter
+from rope_patch.export.writing import ShardWriter
 from rope_patch.model_card import read_runs
 from trl_ext import RopeSFTTrainer, cli
-from trl_ext.cli.train import MAIN_FIELDS, RESTORES, is_restoration
+from trl_ext.cli.train import MAIN_FIELDS
 from trl_ext.recipes import fine_tuning as fine_tune_recipe
-from trl_ext.recipes import restoration
-from trl_ext.recipes import restoring as restore_recipe
+from trl_ext.recipes.stages import FIELDS
 
 
 @pytest.fixture
@@ -38,9 +38,8 @@ def folder(tmp_path, monkeypatch):
     text = [{"path": "json", "data_files": "books.jsonl"}]
     recipe = {"model_name_or_path": "model", "output_dir": "tuned", "datasets": text, **tuning}
     (tmp_path / "tune.yaml").write_text(yaml.safe_dump(recipe))
-    stages = {"distil": short, "skip_extension": True, "text": ["books.jsonl"]}
-    recipe = {"model_name_or_path": "model", "output_dir": "restored", "rescale": "pi", **stages}
-    (tmp_path / "restore.yaml").write_text(yaml.safe_dump({**recipe, "rescale_args": {"factor": 2.0}}))
+    staged = {**recipe, "output_dir": "staged", "rescale": "pi", "rescale_args": {"factor": 2.0}}
+    (tmp_path / "staged.yaml").write_text(yaml.safe_dump({**staged, "stages": [{"name": "first"}]}))
     return tmp_path
 
 
@@ -70,16 +69,16 @@ def test_a_value_that_a_library_refuses_is_told_with_its_flag(flag, value, folde
     assert f"rope-patch train: {flag}: " in capsys.readouterr().err
 
 
-def test_a_recipe_with_keys_of_a_restoration_is_restored(folder, capsys):
-    assert cli.main(["train", "--config", "restore.yaml"]) == 0
-    printed = capsys.readouterr().out
+def test_a_recipe_with_stages_tells_what_it_made(folder, capsys):
+    assert cli.main(["train", "--config", "staged.yaml", "--seed", "3", "--logging_steps", "1"]) == 0
     assert re.search(
-        r"restored/model: [\d,]+ tokens\n  distil: \d+ steps, \d+ seconds, loss [\d.]+ at the end\n"
-        r"Serve it with transformers: python -c '.*restored/model.*'\n",
-        printed,
+        r"staged/model: [\d,]+ tokens\n  first: 1 steps, loss [\d.]+ at the end\n"
+        r"Serve it with transformers: python -c '.*staged/model.*'\n",
+        capsys.readouterr().out,
     )
-    saved = AutoModelForCausalLM.from_pretrained(folder / "restored" / "model")
+    saved = AutoModelForCausalLM.from_pretrained(folder / "staged" / "model")
     assert saved.config.rope_parameters["factor"] == 2.0
+    assert json.loads((folder / "staged/recipe.json").read_text())["stage first"]["seed"] == 3
 
 
 def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
@@ -101,8 +100,8 @@ def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
     stop_at = 0
     assert cli.main(command) == 130  # whose folder has checkpoints of the run before
     assert "Stopped. No checkpoint was saved: the same command begins anew.\n" in capsys.readouterr().err
-    assert cli.main(["train", "restore.yaml"]) == 130
-    assert "last checkpoint: the same command goes on in restored.\n" in capsys.readouterr().err
+    assert cli.main(["train", "staged.yaml"]) == 130
+    assert "last checkpoint: the same command goes on in staged.\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -113,9 +112,9 @@ def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
             "--resume_from_checkpoint tuned/checkpoint-1",
             "Nothing was left to train: tuned/checkpoint-1 is of step 1, and the run ends at step 1.\n",
         ),
-        ("restore.yaml", "", "All that was begun in restored is done: nothing was left to do.\n"),
+        ("staged.yaml", "", "All that was begun in staged is done: nothing was left to do.\n"),
     ],
-    ids=["train", "restore"],
+    ids=["train", "stages"],
 )
 def test_a_finished_run_that_is_taken_up_again_says_that_nothing_was_left(command, again, said, folder, capsys, caplog):
     assert cli.main(["train", command]) == 0
@@ -124,7 +123,7 @@ def test_a_finished_run_that_is_taken_up_again_says_that_nothing_was_left(comman
     assert (capsys.readouterr().out + caplog.text).count(said) == 1
 
 
-@pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("restore.yaml", "restored")])
+@pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("staged.yaml", "staged")])
 def test_a_folder_in_which_another_process_trains_is_refused(recipe, output, folder, monkeypatch, capsys):
     """A run that seems to hang, or whose terminal was lost, is easily started again beside itself."""
 
@@ -140,11 +139,6 @@ def test_a_folder_in_which_another_process_trains_is_refused(recipe, output, fol
     assert cli.main(["train", recipe]) == 0
 
 
-SHORT = json.dumps(
-    {"max_steps": 2, "save_steps": 1, "max_length": 32, "use_cpu": True, "bf16": False, "report_to": "none"}
-)
-
-
 @pytest.mark.parametrize(
     ("command", "unwritten", "advice", "again", "result"),
     [
@@ -156,18 +150,18 @@ SHORT = json.dumps(
             "tuned",
         ),
         (
-            "restore.yaml --distil SHORT",
-            "restored/distil/checkpoint-2",
-            "go on from restored/distil/checkpoint-1,",
+            "staged.yaml --max_steps 2 --save_steps 1",
+            "staged/first/checkpoint-2",
+            "go on from staged/first/checkpoint-1,",
             "",
-            "restored/model",
+            "staged/model",
         ),
-        ("restore.yaml", "restored/model", "Free some space, and run the same again.", "", "restored/model"),
+        ("staged.yaml", "staged/model", "Free some space, and run the same again.", "", "staged/model"),
     ],
-    ids=["train", "stage", "restored"],
+    ids=["train", "stage", "export"],
 )
 def test_after_a_full_disk_the_command_goes_on(command, unwritten, advice, again, result, folder, monkeypatch, capsys):
-    arguments = ["train", *(SHORT if word == "SHORT" else word for word in command.split())]
+    arguments = ["train", *command.split()]
     save = RopeSFTTrainer._save_optimizer_and_scheduler
 
     def save_first(self, folder):
@@ -177,7 +171,7 @@ def test_after_a_full_disk_the_command_goes_on(command, unwritten, advice, again
 
     with monkeypatch.context() as patch:
         patch.setattr(RopeSFTTrainer, "_save_optimizer_and_scheduler", save_first)
-        patch.setattr(restoration, "widen_tokenizer", Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(ShardWriter, "finish", Mock(side_effect=OSError(28, "No space left on device")))
         assert cli.main(arguments) == 2
     (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("rope-patch train: "))
     assert said.startswith(f"rope-patch train: {unwritten} could not be written, on a disk with ") and advice in said
@@ -230,15 +224,15 @@ def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(branch, folde
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_restoration_goes_on_with_the_commit_of_a_branch_that_is_gone(folder, hub):
-    command = ["train", "restore.yaml", "--model_name_or_path", "owner/base", "--model_revision", "dev"]
+def test_a_recipe_with_stages_goes_on_with_the_commit_of_a_branch_that_is_gone(folder, hub):
+    command = ["train", "staged.yaml", "--model_name_or_path", "owner/base", "--model_revision", "dev"]
     assert cli.main(command) == 0
-    shutil.rmtree(folder / "restored/model")
+    shutil.rmtree(folder / "staged/model")
     branch = hub / "models--owner--base/refs/dev"
     commit = branch.read_text()
     branch.unlink()
     assert cli.main(command) == 0
-    assert f"at revision `{commit}`, trained" in (folder / "restored/model/README.md").read_text()
+    assert f"at revision `{commit}`, trained" in (folder / "staged/model/README.md").read_text()
 
 
 def test_a_checkpoint_of_another_commit_is_not_resumed(folder, hub, capsys, monkeypatch):
@@ -272,7 +266,7 @@ def test_accelerate_launches_the_command(folder):
     assert (folder / "tuned" / "config.json").is_file()
 
 
-@pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("restore.yaml", "restored")])
+@pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("staged.yaml", "staged")])
 def test_a_revision_of_a_folder_is_refused(recipe, output, folder, capsys):
     """It had no effect, as in `rope-patch extend`, which refuses it too."""
     assert cli.main(["train", recipe, "--model_revision", "v2"]) == 2
@@ -280,7 +274,7 @@ def test_a_revision_of_a_folder_is_refused(recipe, output, folder, capsys):
     assert not (folder / output).exists()
 
 
-@pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("restore.yaml", "restored")])
+@pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("staged.yaml", "staged")])
 def test_a_refused_recipe_leaves_no_folder(recipe, output, folder, capsys):
     (folder / "books.jsonl").unlink()
     assert cli.main(["train", recipe]) == 2
@@ -288,31 +282,15 @@ def test_a_refused_recipe_leaves_no_folder(recipe, output, folder, capsys):
     assert not (folder / output).exists()
 
 
-def test_a_restoration_is_known_by_its_keys_and_flags(folder):
-    assert is_restoration(["--config", "restore.yaml"])
-    assert not is_restoration(["--config", "tune.yaml"])
-    assert is_restoration(["--rescale", "pi", "--text", "books.jsonl"])
-    assert is_restoration(["--skip-extension", "--text=books.jsonl"])
-    assert not is_restoration(["--view", "skip"])
-
-
-def names(kinds):
-    return {f.name for kind in kinds for f in fields(kind)}
-
-
-def test_keys_of_a_restoration_are_those_that_a_fine_tuning_does_not_have():
-    assert names(restore_recipe.FIELDS) - names(fine_tune_recipe.FIELDS) == set(RESTORES)
-
-
 def test_the_help_names_fields_that_there_are(capsys):
-    assert set(MAIN_FIELDS) <= names(fine_tune_recipe.FIELDS)
+    assert set(MAIN_FIELDS) - {"stages"} <= {f.name for kind in FIELDS for f in fields(kind)}
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     said = capsys.readouterr().out
     assert all(f"  {name} " in said for name in MAIN_FIELDS)
 
 
-@pytest.mark.parametrize(("typed", "field"), [([], "view_args"), (["restore.yaml"], "skip_extension")])
+@pytest.mark.parametrize(("typed", "field"), [([], "view_args"), (["staged.yaml"], "long_documents")])
 def test_every_field_is_explained_on_request(typed, field, folder, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["train", *typed, "--help-all"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import gemma3, tiny
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 WINDOW = 800
 TEXT = "It was a dark night. The wind blew! Who was there? "
@@ -49,7 +49,7 @@ def short_calibration(monkeypatch):
 @pytest.fixture
 def hub(folder, monkeypatch):
     """A hub with the model "owner/base": its revisions "v1" and "v1.1" are the folder "base", others are not there."""
-    for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
+    for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM):
 
         def from_hub(name, *args, revision="main", real=kind.from_pretrained, **kwargs):
             if str(name) != "owner/base":

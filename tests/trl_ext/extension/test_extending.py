@@ -143,7 +143,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(train, lora_rank, f
         stop_training(patch)
         with pytest.raises(Stop):
             run(output="parts", train=train, lora_rank=lora_rank)
-    assert not (folder / "parts/trained").exists()
+    assert not list((folder / "parts/training").glob("*.safetensors"))
     monkeypatch.setattr(rows, "make", lambda *_: pytest.fail("rows are made again"))
     measure = measuring.measure
 
@@ -460,6 +460,6 @@ def test_a_finished_run_whose_model_is_gone_exports_it_again(folder, finished):
     run()
     assert (finished.model / "config.json").is_file()
     shutil.rmtree(finished.model)
-    shutil.rmtree(folder / "out" / "trained")
-    with pytest.raises(ValueError, match="model is no longer there, nor is .*trained"):
+    shutil.rmtree(folder / "out" / "training")
+    with pytest.raises(ValueError, match="model is no longer there, nor is .*training"):
         run()

@@ -18,10 +18,12 @@ from trl_ext import RopeSFTConfig
 from trl_ext.engines.sharding import Sharding
 from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.options import ExtendOptions
-from trl_ext.extension.training import adapters, training_dtype, training_fields
+from trl_ext.extension.training import recipe
 from trl_ext.memory import long_rows
 from trl_ext.memory import plan as memory_plan
 from trl_ext.memory.plan import GIB, plan_memory
+from trl_ext.recipes.adapter_config import adapter_config
+from trl_ext.recipes.stages import read_stages
 from trl_ext.trainer.model_setup import train_qkv_only
 
 RESULTS = Path(__file__).parents[3] / "research" / "results"
@@ -193,14 +195,16 @@ def test_the_plan_of_other_steps_that_an_h200_measured(line, big_host):
     window = max(config.max_position_embeddings, length)
     choices = extension_memory.choices_of(length, train, checkpointing, objective, window, "bf16")
     options = ExtendOptions(model=shape, to=1, data=("none",), output="", rows_per_step=2, device="cuda")
+    facts = ModelFacts(shape, config, None, window, torch.bfloat16)
+    (stage,) = read_stages(recipe(facts, options, choices, 8), use_cpu=True)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=training_dtype(choices))
-        adapted = adapters(choices, ModelFacts(shape, config, None, window, torch.bfloat16))
+        dtype = getattr(torch, stage.loading["dtype"])
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        adapted = adapter_config(stage.model)
         model = model if adapted is None else get_peft_model(model, adapted)
     if train == "qkv":
         train_qkv_only(model)
-    args = RopeSFTConfig(output_dir="out", **{**training_fields(choices, options, 4), "use_cpu": True})
-    plan = plan_memory(model, args, length, torch.device("cuda"), "auto")
+    plan = plan_memory(model, stage.training, length, torch.device("cuda"), "auto")
     gap = plan.needed / GIB / line["peak_gib"] - 1
     assert -0.05 < gap < 0.05
 

@@ -105,8 +105,12 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
             "dataset_train_split must be one of train, the splits of the text, got 'all'",
         ),
         ("lora_r: 8\nuse_dora: true", None, "lora_r and use_dora would have no effect: add use_peft: true"),
-        ("resume_from_checkpoint: run/checkpoint-7", None, "got run/checkpoint-7: there is no such folder"),
-        ("resume_from_checkpoint: checkpoint-8", None, "whole checkpoint, and checkpoint-8 has no readable trainer_st"),
+        ("resume_from_checkpoint: run/checkpoint-7", None, "got run/checkpoint-7: there is no readable trainer_st"),
+        (
+            "resume_from_checkpoint: checkpoint-8",
+            None,
+            "got checkpoint-8: there is no readable",
+        ),
         (
             "",
             "datasets: [{path: json, data_files: [a.jsonl, b.jsonl]}]",

@@ -3,14 +3,10 @@
 import json
 
 import pytest
-from datasets import Dataset
 from support.characters import CHARACTERS, character_tokenizer
 from support.own_code import MODEL_TYPE, save_with_own_code
 
-from trl_ext import restore
 from trl_ext.recipes.fine_tuning import fine_tune_recipe, plan_recipe
-
-ON_CPU = {"use_cpu": True, "bf16": False, "max_length": 64}
 
 
 @pytest.fixture
@@ -66,22 +62,3 @@ def test_a_recipe_that_does_not_allow_it_is_refused(run, arguments, tmp_path):
     with pytest.raises(ValueError, match="model_name_or_path: .*own comes with Python code of its own"):
         run(arguments)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "told"), [({}, "comes with Python code of its own"), ({"trust_remote_code": True}, "for each stage")]
-)
-def test_a_restoration_is_refused_before_it_trains(arguments, options, told, tmp_path):
-    documents = Dataset.from_list([{"text": "It was a dark night. " * 9}])
-    with pytest.raises(ValueError, match=told):
-        restore(
-            tmp_path / "own",
-            documents,
-            tmp_path / "out",
-            rescale="pi",
-            rescale_args={"factor": 2.0},
-            model_init_kwargs=options,
-            distil=ON_CPU,
-            extend=ON_CPU,
-        )
-    assert not list(tmp_path.glob("out/*/*"))

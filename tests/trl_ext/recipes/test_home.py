@@ -9,9 +9,8 @@ from support.tiny import tiny
 
 from trl_ext import RecipeParser
 from trl_ext.cli import main
-from trl_ext.recipes.fine_tuning import FIELDS
 from trl_ext.recipes.home import with_home
-from trl_ext.recipes.restoring import FIELDS as RESTORE_FIELDS
+from trl_ext.recipes.stages import FIELDS
 
 
 @pytest.fixture
@@ -55,19 +54,17 @@ def test_export_writes_into_the_home(home):
 
 
 def test_a_recipe_and_what_it_names_may_lie_in_the_home(home):
-    def parsed(fields, recipe, *flags):
+    def parsed(recipe, *flags):
         (home / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "~/out", **recipe}))
-        return RecipeParser(fields).parse_args_and_config(["--config=~/recipe.yaml", *flags])
+        return RecipeParser(FIELDS).parse_args_and_config(["--config=~/recipe.yaml", *flags])
 
     files = {"path": "json", "data_files": ["~/a.jsonl"]}
     on_cpu = {"use_cpu": True, "bf16": False}
     flags = ["--model_name_or_path=~/model", "--resume_from_checkpoint", "~/out/checkpoint-1"]
-    _, training, model, data = parsed(FIELDS, {"datasets": [files], **on_cpu}, *flags)
+    _, training, model, data = parsed({"datasets": [files], **on_cpu}, *flags)
     assert training.output_dir == f"{home}/out" and model.model_name_or_path == f"{home}/model"
     assert training.resume_from_checkpoint == f"{home}/out/checkpoint-1"
     assert data.datasets[0].data_files == [f"{home}/a.jsonl"]
-    restoration, _ = parsed(RESTORE_FIELDS, {"rescale": "pi", "text": ["~/a.jsonl"]})
-    assert restoration.output_dir == f"{home}/out" and restoration.text == [f"{home}/a.jsonl"]
 
 
 def test_a_plan_and_its_config_may_be_named_by_the_home(home, capsys):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from trl_ext.runs.folder import Stopwatch, last_checkpoint, only_run, record_settings, require_same_settings
+from trl_ext.runs.folder import last_checkpoint, only_run, record_settings, require_same_settings, write_whole
 
 
 def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path):
@@ -34,21 +34,16 @@ def test_settings_that_differ_are_told_entry_by_entry_and_hashes_in_words(tmp_pa
 
 
 def test_a_file_of_a_run_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    file = tmp_path / "seconds.json"
-
-    def write(step):
-        with Stopwatch(file)(step):
-            pass
-
-    write("one")
+    file = tmp_path / "run.json"
+    write_whole(file, {"step": "one"})
     before = file.read_text()
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         with pytest.raises(OSError, match="No space left"):
-            write("two")
-    assert file.read_text() == before and os.listdir(tmp_path) == ["seconds.json"]
-    write("three")
-    assert "three" in json.dumps(json.loads(file.read_text()))
+            write_whole(file, {"step": "two"})
+    assert file.read_text() == before and os.listdir(tmp_path) == ["run.json"]
+    write_whole(file, {"step": "three"})
+    assert json.loads(file.read_text()) == {"step": "three"}
 
 
 @pytest.mark.parametrize("links", [True, False])

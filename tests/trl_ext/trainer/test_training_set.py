@@ -248,8 +248,11 @@ def labelled(dataset):
 
 def test_wrong_options_are_refused():
     options = {"output_dir": "unused", "use_cpu": True, "bf16": False}
-    with pytest.raises(ValueError, match="long_documents must be 'truncate' or 'split', got 'cut'"):
+    with pytest.raises(ValueError, match="long_documents must be 'truncate', 'split' or 'full-rows', got 'cut'"):
         RopeSFTConfig(long_documents="cut", **options)
+    for more in ({}, {"max_length": 9, "packing": True}):
+        with pytest.raises(ValueError, match="long_documents='full-rows' makes rows of max_length tokens each"):
+            RopeSFTConfig(long_documents="full-rows", **{"max_length": None, **options, **more})
     with pytest.raises(ValueError, match="max_length must be an integer of at least 2 tokens, or None, got 1"):
         RopeSFTConfig(max_length=1, **options)
     with pytest.raises(ValueError, match="max_length must leave room for a token to predict beside the 2 tokens"):
