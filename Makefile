@@ -15,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 # one thread a worker: torch's own threads would fight over the same cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-.PHONY: help demo test test-slow test-all test-newer lint docs dist clean
+.PHONY: help demo test test-slow test-newer nightly lint docs dist clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -39,11 +39,11 @@ test-slow: $(VENV)/.dev-installed  ## run the slow tests only
 	@$(BIN)/python -m pytest --collect-only -qq -m slow >/dev/null; status=$$?; \
 	if [ $$status -eq 5 ]; then echo "There are no slow tests."; else $(PYTEST) -m slow; fi
 
-test-all: test test-slow  ## run both
-
 test-newer: $(VENV)-newer/.copied  ## run what goes by Transformers' own code with a newer version of it, in an environment beside it
 	$(VENV)-newer/bin/python -m pip install "$(NEWER)"
 	$(MAKE) test VENV=$(VENV)-newer PYTEST_ARGS="$(PYTEST_ARGS) $(NEWER_TESTS)"
+
+nightly: test test-newer test-slow  ## run all of them
 
 # the hooks are programs of the environment, so they are looked up on PATH
 lint: $(VENV)/.dev-installed  ## run ruff and mypy, as in .pre-commit-config.yaml

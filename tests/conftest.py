@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,11 @@ def pytest_addoption(parser):
         metavar="TIME",
         help="skip tests that would begin after it, in seconds since 1970",
     )
+    parser.addoption(
+        "--first-of",
+        metavar="COMMIT",
+        help="run those tests first whose file, or the file that it mirrors, has changed since",
+    )
 
 
 def pytest_runtest_setup(item):
@@ -69,7 +75,19 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
+def changed_since(commit):
+    """Test files that have changed since a commit, or that mirror one that has; none where git does not know it."""
+    names = ["git", "diff", "--name-only", "-z", commit]
+    files = subprocess.run(names, cwd=TESTS.parent, capture_output=True, text=True).stdout.split("\0")
+    mirrored = [file.removeprefix("kernels/rope_") for file in files]
+    mirrored = [TESTS / Path(file).with_name(f"test_{Path(file).name}") for file in mirrored if file]
+    return {*mirrored, *(TESTS.parent / file for file in files)}
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("first_of"):
+        changed = changed_since(config.getoption("first_of"))
+        items.sort(key=lambda item: item.path not in changed)
     if HAS_CUDA:
         return
     for item in items:
