@@ -15,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 # one thread a worker: torch's own threads would fight over the same cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-.PHONY: help demo test test-slow test-research test-all test-newer nightly lint docs dist clean
+.PHONY: help demo test test-slow test-research test-newer nightly lint docs dist clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -42,13 +42,11 @@ test-slow: $(VENV)/.dev-installed  ## run the slow tests only
 test-research: $(VENV)/.dev-installed  ## run the tests of experiments and of what pages quote of their results
 	$(PYTEST) research/tests
 
-test-all: test test-slow test-research  ## run all three
-
 test-newer: $(VENV)-newer/.copied  ## run what goes by Transformers' own code with a newer version of it, in an environment beside it
 	$(VENV)-newer/bin/python -m pip install --upgrade "$(NEWER)"
 	$(MAKE) test VENV=$(VENV)-newer PYTEST_ARGS="$(PYTEST_ARGS) $(NEWER_TESTS)"
 
-nightly: lint test-all test-newer  ## run everything
+nightly: lint test test-research test-newer test-slow  ## run everything
 
 # the hooks are programs of the environment, so they are looked up on PATH
 lint: $(VENV)/.dev-installed  ## run ruff and mypy, as in .pre-commit-config.yaml

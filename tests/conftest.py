@@ -6,8 +6,10 @@ import importlib
 import logging
 import os
 import re
+import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +45,11 @@ def pytest_addoption(parser):
         metavar="TIME",
         help="skip tests that would begin after it, in seconds since 1970",
     )
+    parser.addoption(
+        "--first-of",
+        metavar="COMMIT",
+        help="run those tests first whose file, or the file that it mirrors, has changed since",
+    )
 
 
 def pytest_runtest_setup(item):
@@ -69,7 +76,27 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
+def git(*command):
+    return subprocess.run(["git", *command], cwd=TESTS.parent, capture_output=True, text=True).stdout
+
+
+def put_first(items, commit):
+    """Tests of files that have changed since a commit, or that mirror one that has; then files in another order each.
+
+    So whatever a bound of time leaves out is not the same after every commit.
+    """
+    files = [Path(file) for file in git("diff", "--name-only", "-z", commit).split("\0")]
+    mirrored = [Path(str(file).removeprefix("kernels/rope_")) for file in files]
+    changed = {*files, *("tests" / file.parent / f"test_{file.name}" for file in mirrored)}
+    now = git("rev-parse", "HEAD")
+    paths = {item.path: item.path.relative_to(TESTS.parent) for item in items}
+    order = {path: (name not in changed, zlib.crc32(f"{now}{name}".encode())) for path, name in paths.items()}
+    items.sort(key=lambda item: order[item.path])
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("first_of"):
+        put_first(items, config.getoption("first_of"))
     if HAS_CUDA:
         return
     for item in items:

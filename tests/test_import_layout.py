@@ -55,6 +55,7 @@ def kernels_distribution(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_transformers_imports_from_the_root_with_what_is_installed():
     installed = any(dist.name == "kernels" for dist in importlib.metadata.distributions())
     code = """
@@ -82,6 +83,7 @@ def test_rope_patch_adds_torch_and_transformers_only():
     assert not added & {"triton", "trl", "peft", "datasets", "matplotlib", "lm_eval", "rope_kernels", "trl_ext"}
 
 
+@pytest.mark.slow
 def test_rope_kernels_adds_torch_only():
     added = modules_added("import rope_kernels", after="import torch")
     assert not added & {"triton", "transformers", "trl", "rope_patch", "trl_ext"}

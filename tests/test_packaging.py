@@ -70,16 +70,19 @@ def code_blocks(text):
     return re.findall(r"^```.*?^```", text, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_files_of_the_three_packages_and_no_others(wheel):
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert files == {f"{name}/{file}" for name, folder in PACKAGES.items() for file in files_under(folder)}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_what_is_not_python(wheel):
     templates = {f"rope_patch/eval/templates/{name}" for name in ("report.css", "report.html.j2")}
     assert {f"{name}/py.typed" for name in PACKAGES} | templates <= set(wheel.namelist())
 
 
+@pytest.mark.slow
 def test_the_command_runs_from_the_wheel_alone(wheel, tmp_path):
     installed, empty = tmp_path / "installed", tmp_path / "empty"
     wheel.extractall(installed)
@@ -101,6 +104,7 @@ from {module} import {function}
     assert done.stdout.count(f"{installed}/") == 3 and "usage" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_all_that_tests_and_documentation_need(unpacked_sdist):
     folders = {"benchmarks", "docs", "examples", "kernels", "rope_patch", "tests", "trl_ext"}
     for folder in folders:
@@ -118,6 +122,7 @@ def test_the_sdist_holds_all_that_tests_and_documentation_need(unpacked_sdist):
     assert {path.name for path in unpacked_sdist.iterdir()} == folders | pages | settings | {"PKG-INFO"}
 
 
+@pytest.mark.slow
 def test_the_sdist_gives_the_same_wheel(unpacked_sdist, wheel, tmp_path):
     with zipfile.ZipFile(build(unpacked_sdist, "wheel", tmp_path)) as again:
         assert {file.filename: file.CRC for file in again.filelist} == {
@@ -125,6 +130,7 @@ def test_the_sdist_gives_the_same_wheel(unpacked_sdist, wheel, tmp_path):
         }
 
 
+@pytest.mark.slow
 def test_the_page_of_a_package_index_has_absolute_links_to_files_that_exist(wheel):
     text = metadata(wheel).get_payload()
     links = re.findall(r"\]\(([^)\s]+)\)", text)
@@ -137,6 +143,7 @@ def test_the_page_of_a_package_index_has_absolute_links_to_files_that_exist(whee
     assert code_blocks(text) == code_blocks((ROOT / "README.md").read_text())
 
 
+@pytest.mark.slow
 def test_metadata_says_where_the_project_is_and_what_it_takes(wheel):
     fields = metadata(wheel)
     urls = dict(field.split(", ") for field in fields.get_all("Project-URL"))

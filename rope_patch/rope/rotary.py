@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,10 +46,14 @@ def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     Attribute names differ between families (`rotary_emb`, `pos_emb`, `rotary_embs.0`, `rotary_emb_local`), the class
     name pattern and the `position_ids` argument do not.
     """
-    for name, module in text_modules(model):
-        if isinstance(module, PreTrainedModel):
+    return _rotary_among(model.named_modules())
+
+
+def _rotary_among(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
+    for name, module in modules:
+        if isinstance(module, PreTrainedModel) or not _ROTARY_CLASS.search(type(module).__name__):
             continue
-        if not _ROTARY_CLASS.search(type(module).__name__) or getattr(module, "config", None) is None:
+        if getattr(module, "config", None) is None or any(part in name for part in _OTHER_MODALITIES):
             continue
         if "position_ids" in inspect.signature(type(module).forward).parameters:
             yield name, module
@@ -85,8 +89,9 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             if isinstance(model, str)
             else f"model must be a loaded model, got {type(model).__name__}."
         )
-    rotary = [module for _, module in named_rotary_modules(model)]
-    candidates = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    modules = list(model.named_modules())  # once: a patched decoder looks through the call stack in each walk
+    rotary = dict(_rotary_among(modules))
+    candidates = [m for _, m in modules if isinstance(m, PreTrainedModel)]
     if not candidates:
         raise ValueError(
             f"model must be or wrap a transformers.PreTrainedModel, got {type(model).__name__}, which holds none."
@@ -98,7 +103,7 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             f"model type {config.model_type!r} has no RoPE that can be patched: {reason}. Use a model whose decoder "
             "has a rotary module, as Llama, Qwen, Mistral and Gemma have."
         )
-    owners = rotary_owners(model)
+    owners = _owners(model, rotary)
     if len(owners) > 1:
         names = ", ".join(sorted(type(owner).__name__ for owner in owners))
         inside = {id(module) for module in find_causal_lm(model).modules()}
@@ -113,14 +118,17 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             f"model type {candidates[0].config.model_type!r} has RoPE in several transformers ({names}) over sequences "
             "of their own, such as bytes and patches of bytes: a view has no one meaning there."
         )
-    holders = [m for m in candidates if set(rotary) <= {module for _, module in named_rotary_modules(m)}]
+    holders = [m for m in candidates if set(rotary.values()) <= set(m.modules())]
     return holders[-1]  # modules() lists parents before children
 
 
 def rotary_owners(model: nn.Module) -> list[nn.Module]:
     """The innermost Transformers models that hold rotary modules: one, but where parts read sequences of their own."""
-    owners = [_owner(model, name) for name, _ in named_rotary_modules(model)]
-    return list(dict.fromkeys(owners))  # modules are told apart by identity
+    return _owners(model, dict(named_rotary_modules(model)))
+
+
+def _owners(model: nn.Module, rotary: Iterable[str]) -> list[nn.Module]:
+    return list(dict.fromkeys(_owner(model, name) for name in rotary))  # modules are told apart by identity
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

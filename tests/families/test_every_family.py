@@ -39,9 +39,6 @@ RESCALINGS = {
     "abf": {"theta": 3e6},
 }
 every_family = pytest.mark.parametrize("family", families())
-every_other_family_fast = pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=pytest.mark.slow if i % 2 else ()) for i, family in enumerate(families())]
-)
 
 
 @contextmanager
@@ -103,7 +100,7 @@ def same(actual, expected, what):
     assert error <= 1e-4 * scale, f"{what}: off by {error / scale:.1e} standard deviations"
 
 
-@every_other_family_fast
+@every_family
 def test_the_window_of_a_layer_is_what_its_mask_shows(model):
     """Where attention is done without Transformers' masks, windows are what is known of them."""
     known, n = {"full_attention", "sliding_attention"}, 2 * N
@@ -186,11 +183,7 @@ def reloaded(model, folder, ids):
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [
-        pytest.param(family, method, marks=pytest.mark.slow if (i + j) % 3 else (), id=f"{family}-{method}")
-        for i, family in enumerate(families())
-        for j, method in enumerate(RESCALINGS)
-    ],
+    [pytest.param(family, method, id=f"{family}-{method}") for family in families() for method in RESCALINGS],
 )
 @torch.no_grad()
 def test_rescaling(model, method, tmp_path, record_property):
@@ -211,7 +204,7 @@ def test_rescaling(model, method, tmp_path, record_property):
     assert torch.equal(logits(model, ids), plain), "the model is not as it was"
 
 
-@every_other_family_fast
+@every_family
 @torch.no_grad()
 def test_decoding(model, record_property):
     """With a cache, under indices of 3 t, as without one; whatever kind of layer comes first."""
@@ -261,7 +254,7 @@ def test_native_rope(model, record_property):
     assert torch.equal(logits(model, ids), seen)
 
 
-@every_other_family_fast
+@every_family
 @torch.no_grad()
 def test_capture(model, record_property):
     if not takes_views(model, record_property):
@@ -354,7 +347,7 @@ def test_self_distillation(model, record_property):
             assert 0 < max(g.abs().max() for g in actual.values()) < float("inf")
 
 
-@every_other_family_fast
+@every_family
 def test_checkpointing(model, record_property):
     if not takes_views(model, record_property):
         return

@@ -4,12 +4,12 @@ That documents alone are right is shown against formulas in the files of distill
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
 from support import cells, objectives
 from support.flash import as_flash, emulate
-from support.grids import met_in_pairs
 from support.tiny import MIXED, tiny
 
 from trl_ext.objectives import OBJECTIVES
@@ -38,7 +38,7 @@ def reference(objective, kind):
 
 @pytest.mark.parametrize(
     ("objective", "kind", "attention"),
-    met_in_pairs(objectives.OBJECTIVES, cells.WHOLE, ["eager", "sdpa", "flash_attention_2"]),
+    [*itertools.product(objectives.OBJECTIVES, cells.WHOLE, ["eager", "sdpa", "flash_attention_2"])],
 )
 def test_loss_and_gradients_are_those_of_documents_alone(objective, kind, attention, monkeypatch):
     expected = reference(objective, kind)

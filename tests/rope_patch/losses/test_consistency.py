@@ -1,11 +1,11 @@
 """Rows of the KL that count by LongCE's weights, or by their size: against two plain passes and loops over tokens."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from support.batches import batch, documents_of
-from support.grids import met_in_pairs
 from support.tiny import tiny
 
 from rope_patch import native_rope, patch_model, rope_view
@@ -68,7 +68,7 @@ WAYS = {
 
 @pytest.mark.parametrize("native", [False, True], ids=["self", "native"])
 @pytest.mark.parametrize(
-    ("way", "kind", "passes"), met_in_pairs(list(WAYS), ["plain", "left", "packed"], ["one", "two", "sequential"])
+    ("way", "kind", "passes"), [*itertools.product(WAYS, ["plain", "left", "packed"], ["one", "two", "sequential"])]
 )
 def test_rows_count_as_they_are_told(way, kind, passes, native):
     torch.manual_seed(5)

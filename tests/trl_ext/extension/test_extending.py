@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 import trl_ext.extension.training as training_module
 from rope_patch import export
+from rope_patch.export import reloading
 from trl_ext import extend
 from trl_ext.extension import extending, measuring, rows
 from trl_ext.extension.plan import ExtensionPlan
@@ -77,7 +78,7 @@ def run(model="base", output="out", said=None, **options):
 )
 def test_a_model_is_extended_measured_and_exported(model, anew, folder, weights, capsys, monkeypatch):
     if anew:  # what is exported is loaded in a Python of its own, as users have it
-        monkeypatch.setattr("rope_patch.export.reloading.subprocess", subprocess)
+        monkeypatch.setattr(reloading, "subprocess", subprocess)
     said = []
     done = run(model, said=said, targets=["vllm"], rows=8)  # of four steps; behind three the time that is left is told
     assert done.model == folder / "out/model" or done.model.resolve() == (folder / "out/model").resolve()

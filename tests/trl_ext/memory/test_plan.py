@@ -1,5 +1,6 @@
 """The plan of a step's memory: by the formulas, near what H200s measured, and when it switches long_rows on."""
 
+import functools
 import json
 from argparse import Namespace
 from dataclasses import replace
@@ -48,13 +49,28 @@ def big_host(monkeypatch):
     monkeypatch.setattr(memory_plan, "device_memory", lambda device: 60 * GIB)
 
 
-def llama_plan(mode="auto", device="cuda", rows=65536, **options):
-    """The plan of an 8B model that is on no device, in 16 bits."""
+@functools.cache
+def llama():
+    """An 8B model that is on no device, in 16 bits."""
     with torch.device("meta"):
-        model = tiny(
+        return tiny(
             dtype=torch.bfloat16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128,
             num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
         )  # fmt: skip
+
+
+@functools.cache
+def on_no_device(config_json, dtype, rank=0, targets=("q_proj", "k_proj", "v_proj")):
+    """A model of this configuration, with adapters of a rank above 0."""
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**json.loads(config_json))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        return get_peft_model(model, LoraConfig(r=rank, target_modules=list(targets))) if rank else model
+
+
+def llama_plan(mode="auto", device="cuda", rows=65536, **options):
+    """The plan of `llama`."""
+    model = llama()
     for parameter in model.parameters():
         parameter.requires_grad_(options.get("trains", False))
     options.pop("trains", None)
@@ -173,10 +189,8 @@ def test_the_plan_of_steps_that_an_h200_measured(line, monkeypatch):
     """Those of benchmarks/long_rows.py: at most 5 % above what it took, and nothing below."""
     monkeypatch.setattr(memory_plan, "host_memory", lambda: 100 * GIB)
     monkeypatch.setattr(memory_plan, "device_memory", lambda device: 128 * GIB)
-    with torch.device("meta"):
-        config = measured.config_of(Namespace(shape=line["shape"], layers=line["layers"]))
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
-        model = get_peft_model(model, LoraConfig(r=line["lora_rank"], target_modules=["q_proj", "k_proj", "v_proj"]))
+    config = measured.config_of(Namespace(shape=line["shape"], layers=line["layers"]))
+    model = on_no_device(config.to_json_string(use_diff=False), torch.bfloat16, line["lora_rank"])
     of_method = {}
     if line["method"] == "self-distill":
         of_method = {"objective": "self-distill", "view": "skip", "view_args": {"split": line["length"] // 2}}
@@ -224,13 +238,10 @@ def test_the_plan_of_steps_on_several_gpus(line, monkeypatch):
     monkeypatch.setattr(memory_plan, "device_memory", lambda device: 128 * GIB)
     case = several_gpus.CASES[line["case"]]
     shape = {"model_type": "llama", **several_gpus.SHAPES[line["shape"]]}
-    config = AutoConfig.for_model(**shape | ({} if line["layers"] is None else {"num_hidden_layers": line["layers"]}))
-    with torch.device("meta"):
-        dtype = torch.bfloat16 if case.adapters else torch.float32
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    if case.adapters:
-        model = get_peft_model(model, LoraConfig(r=64, target_modules=["q_proj", "k_proj", "v_proj"]))
-    fields = several_gpus.fields_of(case, line["length"], config.max_position_embeddings, 2, "out")
+    shape |= {} if line["layers"] is None else {"num_hidden_layers": line["layers"]}
+    dtype, rank = (torch.bfloat16, 64) if case.adapters else (torch.float32, 0)
+    model = on_no_device(json.dumps(shape), dtype, rank)
+    fields = several_gpus.fields_of(case, line["length"], model.config.max_position_embeddings, 2, "out")
     args = RopeSFTConfig(**{**fields, "use_cpu": True, "bf16": True})
     engine = Sharding.of_config(line["engine"], line["gpus"]) if line["gpus"] > 1 else Sharding()
     plan = plan_memory(model, args, line["length"], torch.device("cuda"), "on", engine)
@@ -267,11 +278,8 @@ def next_token_steps():
 
 @pytest.mark.parametrize(("shape", "length", "rank", "dtype", "rows", "measured"), [*next_token_steps()])
 def test_the_plan_of_next_token_steps_that_an_h200_measured(shape, length, rank, dtype, rows, measured, big_host):
-    config = AutoConfig.for_model(**{"model_type": "llama", **extension_memory.SHAPES[shape]})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    if rank:
-        model = get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    config = json.dumps({"model_type": "llama", **extension_memory.SHAPES[shape]})
+    model = on_no_device(config, dtype, rank, ("q_proj", "k_proj", "v_proj", "o_proj"))
     args = RopeSFTConfig(
         output_dir="out", use_cpu=True, bf16=True, per_device_train_batch_size=1, gradient_accumulation_steps=rows
     )

@@ -263,7 +263,17 @@ def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
             "extend: objective 'native-distill' lea",
         ),
         (
-            {"stages": [DISTIL, {**EXTEND, "objective": "self-distill", "view": "skip", "objective_args": {"restore": {"every": 2}}}]},
+            {
+                "stages": [
+                    DISTIL,
+                    {
+                        **EXTEND,
+                        "objective": "self-distill",
+                        "view": "skip",
+                        "objective_args": {"restore": {"every": 2}},
+                    },
+                ]
+            },
             "qkv",
             "which would teach in its place: set use_peft: true",
         ),

@@ -1,6 +1,7 @@
 """A checkpoint of another method is not resumed; the same one, said otherwise, is, and so is one without a record."""
 
 import json
+import shutil
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
@@ -45,6 +46,20 @@ def saved(folder, **options):
     run = trainer(folder, **{"max_steps": 1, **options}, save_strategy="steps", save_steps=1)
     run.train()
     return run
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    """A function that fills a folder as `saved` does; equal options are trained once."""
+    made = {}
+
+    def fill(folder, **options):
+        if str(options) not in made:
+            made[str(options)] = tmp_path_factory.mktemp("made")
+            saved(made[str(options)], **options)
+        shutil.copytree(made[str(options)], folder, dirs_exist_ok=True)
+
+    return fill
 
 
 def resumed(folder, **options):
@@ -123,8 +138,8 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("before", "now", "was", "given"), OTHERS, ids=[case[3].partition("=")[0] for case in OTHERS])
-def test_a_checkpoint_of_another_method_is_not_resumed(before, now, was, given, tmp_path):
-    saved(tmp_path, **before)
+def test_a_checkpoint_of_another_method_is_not_resumed(before, now, was, given, saved_once, tmp_path):
+    saved_once(tmp_path, **before)
     run = trainer(tmp_path, **now, max_steps=2)
     with pytest.raises(ValueError, match="Give the values that it was trained with, or start a new run") as error:
         run.train(resume_from_checkpoint=True)
@@ -181,8 +196,8 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
     ],
     ids=["json", "tuples", "numbers", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "cue"],
 )
-def test_the_same_method_said_otherwise_goes_on(before, now, tmp_path, caplog):
-    saved(tmp_path, **before)
+def test_the_same_method_said_otherwise_goes_on(before, now, saved_once, tmp_path, caplog):
+    saved_once(tmp_path, **before)
     with caplog.at_level("WARNING"):
         assert resumed(tmp_path, **now).state.global_step == 2
     assert RECORD_NAME not in caplog.text

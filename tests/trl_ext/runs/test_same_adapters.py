@@ -15,6 +15,14 @@ def run_of(folder, peft=None, **options):
     )
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["with optimizer", "weights alone"])
+def checkpoint(request, tmp_path_factory):
+    """A folder with a checkpoint of BEFORE, in which no test trains."""
+    folder = tmp_path_factory.mktemp("before")
+    saved(folder, BEFORE, save_only_model=request.param)
+    return folder
+
+
 def saved(folder, peft=None, **options):
     run_of(folder, peft, max_steps=1, **options).train()
 
@@ -37,10 +45,8 @@ def saved(folder, peft=None, **options):
     ],
     ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
 )
-@pytest.mark.parametrize("weights_alone", [False, True], ids=["with optimizer", "weights alone"])
-def test_other_adapters_are_not_resumed(changed, was, now, weights_alone, tmp_path):
-    saved(tmp_path, BEFORE, save_only_model=weights_alone)
-    run = run_of(tmp_path, {**BEFORE, **changed}, max_steps=2)
+def test_other_adapters_are_not_resumed(changed, was, now, checkpoint):
+    run = run_of(checkpoint, {**BEFORE, **changed}, max_steps=2)
     with pytest.raises(ValueError, match="Give the values that it was trained with, or start a new run") as error:
         run.train(resume_from_checkpoint=True)
     first, _, second = str(error.value).partition(", and this run has ")

@@ -58,8 +58,16 @@ def test_standard_view_is_sft_bit_for_bit(batch, peft, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.fixture(scope="module")
+def loss_without_a_view(tmp_path_factory):
+    """That of the first step, of four documents."""
+    plain = trainer(tmp_path_factory.mktemp("plain"), per_device_train_batch_size=4, max_steps=1)
+    plain.train()
+    return logged(plain, "loss")[0]["loss"]
+
+
 @pytest.mark.parametrize("view", ["skip", "cyclic", "dilation", "chunk-permute"])
-def test_draws_belong_to_documents_however_they_are_batched(view, tmp_path):
+def test_draws_belong_to_documents_however_they_are_batched(view, loss_without_a_view, tmp_path):
     """Padded, padding-free, accumulated: the same documents in a step give the same draws and so the same loss."""
     ways = [
         {"per_device_train_batch_size": 4},
@@ -70,14 +78,12 @@ def test_draws_belong_to_documents_however_they_are_batched(view, tmp_path):
     ]
     losses = []
     for way in ways:
-        run = trainer(tmp_path, view=view, **way)
+        run = trainer(tmp_path, view=view, max_steps=3, **way)
         run.train()
         losses.append([entry["loss"] for entry in logged(run, "loss")])
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=2e-5)
-    plain = trainer(tmp_path, **ways[0])
-    plain.train()
-    assert abs(logged(plain, "loss")[0]["loss"] - losses[0][0]) > 1e-4
+    assert abs(loss_without_a_view - losses[0][0]) > 1e-4
 
 
 def test_packed_documents_draw_one_by_one_and_views_stay_inside(tmp_path):
@@ -173,10 +179,21 @@ def test_a_run_that_goes_on_from_its_last_step_takes_no_other(tmp_path):
     assert all(torch.equal(p, weights(whole)[n]) for n, p in weights(again).items())
 
 
-def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before(tmp_path):
-    options = {"view": "posaug", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    whole = trainer(tmp_path, **options)
+THREE_STEPS = {"view": "posaug", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def of_three_steps(tmp_path_factory):
+    """A folder with the checkpoints of THREE_STEPS, which no test changes, and the weights at the end."""
+    folder = tmp_path_factory.mktemp("three")
+    whole = trainer(folder, **THREE_STEPS)
     whole.train()
+    return folder, weights(whole)
+
+
+def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before(of_three_steps, tmp_path):
+    options, (folder, whole) = THREE_STEPS, of_three_steps
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoint-2/optimizer.pt").unlink()
     (tmp_path / "checkpoint-2/trainer_state.json").unlink()
     shutil.rmtree(tmp_path / "checkpoint-3")
@@ -187,17 +204,15 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before
         again.training_step,
     )
     again.train(resume_from_checkpoint=True)
-    assert begun == [1, 2] and all(torch.equal(p, weights(whole)[n]) for n, p in weights(again).items())
+    assert begun == [1, 2] and all(torch.equal(p, whole[n]) for n, p in weights(again).items())
     with pytest.raises(ValueError, match="No valid checkpoint found"):
         trainer(tmp_path / "other", **options).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("file", ["optimizer.pt", "rng_state.pth"])  # which nothing reads here: /dev/full has no end
-def test_a_disk_that_is_full_is_told_with_the_checkpoint_to_go_on_from(file, tmp_path, monkeypatch):
-    options = {"view": "posaug", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    whole = trainer(tmp_path / "whole", **options)
-    whole.train()
+def test_a_disk_that_is_full_is_told_with_the_checkpoint_to_go_on_from(file, of_three_steps, tmp_path, monkeypatch):
+    options = THREE_STEPS
     parts = tmp_path / "parts"
 
     def fill(step):
@@ -217,7 +232,7 @@ def test_a_disk_that_is_full_is_told_with_the_checkpoint_to_go_on_from(file, tmp
     (parts / "checkpoint-2" / file).unlink()
     again = trainer(parts, **options)
     again.train(resume_from_checkpoint=True)
-    assert all(torch.equal(p, weights(whole)[n]) for n, p in weights(again).items())
+    assert all(torch.equal(p, of_three_steps[1][n]) for n, p in weights(again).items())
     full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     monkeypatch.setattr(again.model, "save_pretrained", Mock(side_effect=full))
     with pytest.raises(OSError, match=f"^{parts} could not be written, .* go on from {parts}/checkpoint-3, "):

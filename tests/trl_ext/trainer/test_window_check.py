@@ -32,14 +32,8 @@ def with_target(name, target):
 FAR = {"skip": Uniform(1, 1000)}
 
 
-@pytest.mark.parametrize(
-    ("name", "rescale"),
-    [
-        pytest.param(name, rescale, marks=() if name == "pose" or i == j else pytest.mark.slow)
-        for i, name in enumerate(TARGETS)
-        for j, rescale in enumerate(["pi", "yarn", "ntk", "llama3"])
-    ],
-)
+@pytest.mark.parametrize("rescale", ["pi", "yarn", "ntk", "llama3"])
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_target_beyond_the_rescaled_window_is_refused_with_the_factor_to_take(name, rescale, tmp_path):
     model = tiny()
     two, sixteen = (4, 32) if rescale == "ntk" else (2, 16)  # factors for so many windows
