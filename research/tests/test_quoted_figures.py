@@ -292,7 +292,9 @@ def test_the_table_of_long_rows_is_that_of_its_file():
 
 
 def test_the_tables_of_several_gpus_are_those_of_their_file():
-    page, of_scaling, of_engines = (text_of(f"docs/{name}.md") for name in ("results/speed", "scaling", "several_gpus"))
+    page, of_scaling, of_engines = (
+        text_of(f"{name}.md") for name in ("research/results/speed", "docs/scaling", "docs/several_gpus")
+    )
     own_rows = ("self-distill", "pose", "relation-distill")
     one, shared, efficiency, shared_memory = {}, [], {}, {}
     for line in lines_of("several-gpus-h200.jsonl"):

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
@@ -245,7 +245,7 @@ class View:
     @property
     def follows_progress(self) -> bool:
         """Whether draws depend on the progress of training, which somebody then has to tell the clock."""
-        return any(isinstance(value, Curriculum) for value in vars(self).values())
+        return any(isinstance(getattr(self, field.name), Curriculum) for field in fields(cast(Any, self)))
 
     @property
     def layerwise(self) -> bool:

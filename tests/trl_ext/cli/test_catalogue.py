@@ -4,6 +4,7 @@ from dataclasses import MISSING, dataclass, field, fields
 
 import pytest
 
+from rope_patch import views
 from rope_patch.rescalings import RESCALINGS
 from rope_patch.views import VIEWS, View
 from trl_ext.cli.catalogue import Option, methods
@@ -64,6 +65,10 @@ def test_options_are_fields_with_default_and_meaning(walking):
 @pytest.mark.parametrize("method", [m for m in methods() if m.kind != "objective"], ids=lambda method: method.name)
 def test_options_of_a_view_or_a_rescaling_are_those_of_its_constructor(method):
     cls = KINDS[method.kind][method.name]
-    read = [(o.name, MISSING if o.default is None else eval(o.default)) for o in method.options if "." not in o.name]
+    read = [
+        (o.name, MISSING if o.default is None else eval(o.default, vars(views)))
+        for o in method.options
+        if "." not in o.name
+    ]
     assert read == [(f.name, f.default) for f in fields(cls) if f.init]
     assert method.synonyms == cls.synonyms
