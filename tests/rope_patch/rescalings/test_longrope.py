@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.rescalings import FACTOR, NATIVE, Case, L, require_refused
+from support.rescalings import FACTOR, NATIVE, NATIVE_2, THETA_2, Case, L, require_formula, require_refused
 from support.tiny import WINDOW, tiny, tokens
 from transformers import Phi3Config, Phi3ForCausalLM
 
@@ -14,12 +14,28 @@ from rope_patch.views import Skip
 LONG = [1.0, 1.5, 3.0, 4.0]
 
 
-def _divided(seq_len):
-    divisors = torch.tensor(LONG if seq_len > WINDOW else [1.0] * 4, dtype=torch.float64)
-    return NATIVE / divisors, math.sqrt(1 + math.log(FACTOR) / math.log(WINDOW))
+def divided(short=(1.0, 1.0, 1.0, 1.0), origin=WINDOW, attention=None, native=NATIVE):
+    def expected(seq_len):
+        divisors = torch.tensor(LONG if seq_len > origin else short, dtype=torch.float64)
+        return native / divisors, attention or math.sqrt(1 + math.log(FACTOR) / math.log(origin))
+
+    return expected
 
 
-CASES = {"longrope": Case({"factor": FACTOR, "long_factor": LONG}, _divided)}
+CASES = {"longrope": Case({"factor": FACTOR, "long_factor": LONG}, divided())}
+SHORT = [1.0, 1.0, 1.1, 1.5]
+OPTIONS = {
+    "short_factor": (SHORT, divided(short=SHORT), 4 * WINDOW),
+    "original_max_position_embeddings": (32, divided(origin=32), 4 * 32),
+    "attention_factor": (1.3, divided(attention=1.3), 4 * WINDOW),
+    "rope_theta": (THETA_2, divided(native=NATIVE_2), 4 * WINDOW),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_off_its_default(option):
+    value, expected, window = OPTIONS[option]
+    require_formula("longrope", Case({"factor": FACTOR, "long_factor": LONG, option: value}, expected), window)
 
 
 @torch.no_grad()
