@@ -1,7 +1,7 @@
 """Position interpolation and dynamic NTK."""
 
 import pytest
-from support.rescalings import FACTOR, NATIVE, NATIVE_2, PAIR, THETA, THETA_2, Case, D, require_formula, require_refused
+from support.rescalings import FACTOR, NATIVE, NATIVE_2, PAIR, THETA, THETA_2, Case, D, require_formula
 from support.tiny import WINDOW, tiny
 
 from rope_patch import describe, patch_model
@@ -38,17 +38,3 @@ def test_views_on_dynamic_ntk_are_refused_both_ways():
     with pytest.raises(ValueError, match="rope type 'dynamic'"):
         patch_model(other, "dynamic-ntk", factor=2.0)
     assert describe(other).rescaling is None and other.config.rope_parameters["rope_type"] == "default"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"factor": 0}, "rescaling 'pi': factor .* must be a number of at least 1, got 0."),
-        ({"factor": -2.0}, "factor .* must be a number of at least 1"),
-        ({"factor": "4"}, "factor .* must be a number of at least 1, got '4'."),
-        ({"factor": float("nan")}, "factor .* must be a number of at least 1"),
-        ({"factor": 2.0**20}, "the target window would be 67108864 positions; at most 16777216"),
-    ],
-)
-def test_what_pi_cannot_do_is_said(options, message):
-    require_refused("pi", options, message)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from support.rescalings import FACTOR, NATIVE, NATIVE_2, THETA_2, Case, require_formula, require_refused
+from support.rescalings import FACTOR, NATIVE, NATIVE_2, THETA_2, Case, require_formula
 from support.tiny import WINDOW
 
 
@@ -26,13 +26,3 @@ OPTIONS = {
 def test_an_option_off_its_default(option):
     value, expected, window = OPTIONS[option]
     require_formula("llama3", Case({"factor": FACTOR, option: value}, expected), window)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"factor": 2, "low_freq_factor": 4}, "low_freq_factor must be below high_freq_factor .*, got 4.0 and 4.0."),
-    ],
-)
-def test_what_llama3_cannot_do_is_said(options, message):
-    require_refused("llama3", options, message)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.rescalings import FACTOR, NATIVE, NATIVE_2, THETA_2, Case, L, require_formula, require_refused
+from support.rescalings import FACTOR, NATIVE, NATIVE_2, THETA_2, Case, L, require_formula
 from support.tiny import WINDOW, tiny, tokens
 from transformers import Phi3Config, Phi3ForCausalLM
 
@@ -66,18 +66,6 @@ def test_a_window_that_the_config_overrules_is_refused():
     for named in ({}, {"original_max_position_embeddings": WINDOW}):
         patch_model(model, "longrope", **options, **named)
         assert model.config.rope_parameters["original_max_position_embeddings"] == WINDOW
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"factor": 2}, "method 'longrope' needs long_factor, got {'factor': 2}"),
-        ({"factor": 2, "long_factor": [1.0]}, "one divisor for each of the model's 4 frequencies, got 1."),
-        ({"factor": 2, "long_factor": [1, 1, 1, 0]}, "long_factor\\[3\\] must be a number above 0"),
-    ],
-)
-def test_what_longrope_cannot_do_is_said(options, message):
-    require_refused("longrope", options, message)
 
 
 def test_a_trained_window_of_one_position_is_refused_as_its_logarithm_is_0():

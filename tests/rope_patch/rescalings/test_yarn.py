@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.rescalings import FACTOR, PAIR, THETA, THETA_2, Case, D, L, require_formula, require_refused
+from support.rescalings import FACTOR, PAIR, THETA, THETA_2, Case, D, L, require_formula
 from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import (
     AutoModelForCausalLM,
@@ -110,21 +110,3 @@ def test_an_option_that_transformers_drops_for_layer_types_is_refused(options, i
     with pytest.raises(ValueError, match="gemma3_text.*whose RoPE differs by layer.*Leave that option out"):
         patch_model(model, "yarn", factor=4.0, **options)
     assert model.config.to_dict() == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"factr": 4}, "Unknown option 'factr' of method 'yarn'. Did you mean 'factor'\\?"),
-        ({}, "method 'yarn' needs factor, got {}. Its options: factor, original_max"),
-        ({"factor": 2, "beta_fast": -1}, "beta_fast must be a number above 0, got -1."),
-        ({"factor": 2, "mscale": 0.5}, "mscale must come with mscale_all_dim .* got mscale 0.5, mscale_all_dim None"),
-        (
-            {"factor": 2, "mscale": 0.5, "mscale_all_dim": 0.5, "attention_factor": 1.2},
-            "mscale must come with mscale_all_dim and without attention_factor",
-        ),
-        ({"factor": 2, "seed": 1}, "seed and when belong to views"),
-    ],
-)
-def test_what_yarn_cannot_do_is_said(options, message):
-    require_refused("yarn", options, message)
