@@ -357,11 +357,50 @@ def test_the_view_of_one_trainer_is_not_that_of_the_next(tmp_path):
             {"view": "endprompt", "view_args": {"target": 64}, "max_length": 32, "cue": []},
             r"cue must be a name or a text, or a list of them, got \[\]",
         ),
+        ({"max_steps": 0}, "max_steps must be at least 1, or below 0 to .*, got 0"),
+        ({"max_length": 1}, "max_length must be an integer of at least 2 tokens, or None, got 1"),
+        ({"long_documents": "cut"}, "long_documents must be 'truncate', 'split' or 'full-rows', got 'cut'"),
+        ({"long_documents": "full-rows", "max_length": None}, "'full-rows' makes rows of max_length tokens each"),
+        ({"long_documents": "full-rows", "max_length": 9, "packing": True}, "'full-rows' makes rows of max_length tok"),
+        (
+            {"view": "pose", "view_args": {"target": 64, "window": 8}, "objective": "self-distill"},
+            "'self-distill' evaluates the view too: use objective='clm'",
+        ),
     ],
 )
 def test_a_wrong_config_stops_before_a_model_is_loaded(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+LONGCE = {"longce": {"short_context": 8, "stride": 4}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shifted_attention": 1.5}, r"must be a share in \(0, 1\)"),
+        ({"shifted_attention": 0.25, "max_length": None}, "needs a max_length"),
+        ({"shifted_attention": 0.01}, "needs a max_length of which 0.01 is 2 tokens or more, got 64"),
+        ({"shifted_attention": 0.25, "objective": "self-distill", "view": "skip"}, "is for next-token training"),
+        (
+            {"shifted_attention": 0.25, "objective_args": LONGCE},
+            "is for next-token training",
+        ),
+        (
+            {"view": "compose", "view_args": {"views": [{"view": "pose", "target": 65}, {"view": "posaug"}]}},
+            "got target=65",
+        ),
+        (
+            {"view": "per-layer", "view_args": {"view": {"view": "cream", "target": 65}, "layers": "top"}},
+            "got target=65",
+        ),
+        ({"view": "mix", "view_args": {"views": ["standard", {"view": "pose", "target": 65}]}}, "got target=65"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **options)
 
 
 @pytest.mark.parametrize(
@@ -611,11 +650,6 @@ def test_a_window_of_pose_cuts_rows_of_objectives_too(objective, tmp_path):
     )
     again.train()
     assert logged(again, "loss") == logged(run, "loss") and logged(run, "loss")[0]["loss"] > 0
-
-
-def test_a_window_of_pose_is_refused_where_evaluations_run_the_view():
-    with pytest.raises(ValueError, match="'self-distill' evaluates the view too: use objective='clm'"):
-        RopeSFTConfig(view="pose", view_args={"target": 64, "window": 8}, objective="self-distill", use_cpu=True)
 
 
 def test_rows_are_cut_wherever_their_padding_is():
