@@ -11,7 +11,8 @@ from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
 from rope_patch import patch_model
-from rope_patch.eval import EvalPlan, run_suite, vllm_backend, write_report
+from rope_patch.eval import EvalPlan, run_suite, write_report
+from rope_patch.eval.measures import vllm_backend
 from rope_patch.eval.measures.vllm_backend import vllm_answers
 from rope_patch.generation.reading import Question
 from trl_ext import cli
