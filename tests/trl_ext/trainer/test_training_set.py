@@ -348,7 +348,15 @@ GOOD = [USER, REPLY]
 CHATS = "must have in 'messages' a list of messages with a role and content"
 PAIRS = "must have in 'prompt' and 'completion' texts, or lists of messages with a role and content"
 INTEGERS = "must have a list of integers in "
+NO_STRING = "must have a string in 'text', got "
+NO_TEXT = "must have a text in every row: 1 of 3 rows have no 'text', or null"
 MALFORMED = {
+    "no-text": ([{"story": "w3 w4 w5"}] * 4, "must have a column 'text', .*, got story. Set dataset_text_"),
+    "null-text": ([{"text": "w3 w4 w5"}, {"text": None}, {"text": "w3"}], NO_TEXT),
+    "text-elsewhere": ([{"text": "w3 w4 w5"}, {"story": "w3"}, {"text": "w3"}], NO_TEXT),
+    "number": ([{"text": 5}] * 4, NO_STRING + "int64. Set dataset_text_"),
+    "list": ([{"text": ["w3", "w4"]}] * 4, NO_STRING + "List.*string.*. Set dataset_text_"),
+    "object": ([{"text": {"en": "w3"}}] * 4, NO_STRING + ".*'en'.*. Set dataset_text_"),
     "no-role": ([{"messages": [{"content": "w5"}]}], "row 0 " + CHATS),
     "null-role": ([{"messages": GOOD}, {"messages": [{**USER, "role": None}]}], "row 1 " + CHATS),
     "no-messages": ([{"messages": GOOD}, {"messages": []}], "row 1 " + CHATS),
