@@ -63,7 +63,7 @@ def test_integers_are_drawn_by_their_law(law, expected):
         (Uniform(1 / 8, 8), lambda x: (x - 1 / 8) / (8 - 1 / 8)),
         (LogUniform(1 / 8, 8), lambda x: math.log(8 * x) / math.log(64)),
     ],
-    ids=str,
+    ids=["uniform", "log-uniform"],
 )
 def test_real_numbers_are_drawn_by_their_law(law, cdf):
     drawn = reals(law).sort().values
