@@ -6,7 +6,7 @@ JOBS ?= 2
 # what pip installs without constraints.txt, which is what a user gets
 NEWER ?= transformers==5.24.0
 NEWER_TESTS := tests/families $(wildcard tests/rope_patch/test_*.py) $(addprefix tests/rope_patch/,adapters attention checks \
-	checkpoints forward losses/test_heads.py rescalings rope) tests/trl_ext/trainer/test_trainer_drop_in.py
+	checkpoints export forward losses/test_heads.py rescalings rope) tests/trl_ext/trainer/test_trainer_drop_in.py
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 

@@ -10,6 +10,8 @@ ROOT = TESTS.parent
 # what several modules only show together
 SEVERAL = {
     "rope_patch": "first_use fsdp2 lifecycle matrix objective_matrix random_orders wrapped_after wrapping",
+    "rope_patch/losses": "refusals",
+    "rope_patch/views": "refusals",
     "trl_ext/cli": "mistakes",
     "trl_ext": "distributed fsdp2_trainer teacher_checks third_party uneven_batches zero3",
 }

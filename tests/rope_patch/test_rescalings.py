@@ -369,6 +369,9 @@ def test_a_trained_schedule_is_not_thrown_away_in_silence():
     assert model.config.rope_parameters["rope_type"] == "yarn" and model.config.max_position_embeddings == 2 * WINDOW
 
 
+NTK_FACTOR = r"factor \(2 \* target window / trained window\) must be .* at least 1, got "
+
+
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
@@ -377,9 +380,40 @@ def test_a_trained_schedule_is_not_thrown_away_in_silence():
         (3, {}, "Unknown method 3. Known:"),
         ("YaRN", {}, "Unknown method 'YaRN'. Did you mean 'yarn'\\?"),
         ("cream", {"target": 64, "sigma": "5"}, "view 'cream': sigma must be a finite number above 0, from .* got '5'"),
+        ("pi", {"factor": 0}, "rescaling 'pi': factor .* must be a number of at least 1, got 0."),
+        ("pi", {"factor": -2.0}, "factor .* must be a number of at least 1"),
+        ("pi", {"factor": "4"}, "factor .* must be a number of at least 1, got '4'."),
+        ("pi", {"factor": float("nan")}, "factor .* must be a number of at least 1"),
+        ("pi", {"factor": 2.0**20}, "the target window would be 67108864 positions; at most 16777216"),
+        (
+            "llama3",
+            {"factor": 2, "low_freq_factor": 4},
+            "low_freq_factor must be below high_freq_factor .*, got 4.0 and 4.0.",
+        ),
+        ("longrope", {"factor": 2}, "method 'longrope' needs long_factor, got {'factor': 2}"),
+        ("longrope", {"factor": 2, "long_factor": [1.0]}, "one divisor for each of the model's 4 frequencies, got 1."),
+        ("longrope", {"factor": 2, "long_factor": [1, 1, 1, 0]}, "long_factor\\[3\\] must be a number above 0"),
+        ("yarn", {"factr": 4}, "Unknown option 'factr' of method 'yarn'. Did you mean 'factor'\\?"),
+        ("yarn", {}, "method 'yarn' needs factor, got {}. Its options: factor, original_max"),
+        ("yarn", {"factor": 2, "beta_fast": -1}, "beta_fast must be a number above 0, got -1."),
+        (
+            "yarn",
+            {"factor": 2, "mscale": 0.5},
+            "mscale must come with mscale_all_dim .* got mscale 0.5, mscale_all_dim None",
+        ),
+        (
+            "yarn",
+            {"factor": 2, "mscale": 0.5, "mscale_all_dim": 0.5, "attention_factor": 1.2},
+            "mscale must come with mscale_all_dim and without attention_factor",
+        ),
+        ("yarn", {"factor": 2, "seed": 1}, "seed and when belong to views"),
+        ("abf", {"theta": 0}, "rescaling 'abf': theta must be a number above 1, got 0."),
+        ("abf", {"theta": 1e6, "max_position_embeddings": 1.5}, "max_position_embeddings must be an integer"),
+        ("ntk", {"factor": 0.5}, NTK_FACTOR + "0.5"),
+        ("ntk", {"factor": None}, NTK_FACTOR + "None"),
     ],
 )
-def test_what_is_no_method_is_said_and_changes_nothing(method, options, message):
+def test_what_cannot_be_is_said_and_changes_nothing(method, options, message):
     require_refused(method, options, message)
 
 

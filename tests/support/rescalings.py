@@ -1,4 +1,4 @@
-"""What the test file of a rescaling starts from: its case, and the check of what it refuses."""
+"""What the test file of a rescaling starts from: its case, and the checks of its formula and of what it refuses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,14 @@ import torch
 
 from rope_patch import patch_model
 
-from .tiny import tiny, tokens
+from .tiny import WINDOW, tiny, tokens
 
 # of the tiny models: RoPE base, rotated features, and the factor to stretch by
 THETA, D, FACTOR = 10000.0, 8, 4.0
 PAIR = torch.arange(D // 2, dtype=torch.float64)
 NATIVE = THETA ** (-2 * PAIR / D)  # radians per position
+THETA_2 = 5e5  # another base
+NATIVE_2 = THETA_2 ** (-2 * PAIR / D)
 L = 40
 
 
@@ -29,6 +31,18 @@ class Case:
 
     options: dict[str, Any]
     expected: Callable[[int], tuple[torch.Tensor, float]]
+
+
+def require_formula(method: str, case: Case, window: int) -> None:
+    """That frequencies within the trained window and beyond it, their factor and the window written are the case's."""
+    model = patch_model(tiny(), method, **case.options)
+    rotary = model.model.rotary_emb
+    for seq_len in (L, WINDOW + 20):
+        model(tokens(1, seq_len))
+        frequencies, factor = case.expected(seq_len)
+        torch.testing.assert_close(rotary.inv_freq.double(), frequencies, rtol=1e-6, atol=0)
+        assert rotary.attention_scaling == pytest.approx(factor)
+    assert model.config.max_position_embeddings == window
 
 
 def require_refused(method: Any, options: dict[str, Any], message: str) -> None:

@@ -55,6 +55,19 @@ def test_where_the_first_layer_keeps_no_keys_tokens_are_decoded_all_the_same(fam
 
 
 @torch.no_grad()
+def test_an_index_table_is_continued_over_a_cache():
+    """Each row by its own indices, from the column behind what the cache holds on, one token at a time or several."""
+    model, ids = tiny(), tokens(2, 12)
+    index = torch.stack([torch.arange(12) * 3, torch.arange(12) + 40 * (torch.arange(12) > 4)])
+    with rope_view(model, index=index):
+        whole = model(ids, use_cache=False).logits
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+        parts = [model(ids[:, i:j], past_key_values=cache).logits for i, j in ((6, 7), (7, 8), (8, 12))]
+    torch.testing.assert_close(torch.cat(parts, 1), whole[:, 6:], rtol=1e-4, atol=1e-4)
+    assert (whole - model(ids).logits).abs().max() > 0.1
+
+
+@torch.no_grad()
 def test_views_and_tables_do_not_continue_each_other():
     model, ids = patch_model(tiny(), "standard"), tokens(1, 9)
     with rope_view(model, index=torch.arange(9)[None] * 3):

@@ -128,19 +128,6 @@ def test_the_largest_of_each_group_are_kept():
     assert not len(top_share(value[:0], group[:0], 0.5))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kl_top": 0.0}, "kl_top must be a number above 0 and below 1"),
-        ({"kl_top": 1.5}, "kl_top must be a number above 0 and below 1"),
-        ({"kl_longce": True}, "kl_longce must hold the fields of LongCE"),
-    ],
-)
-def test_options_out_of_their_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ViewConsistency(**options)
-
-
 class _Multiplications(torch.overrides.TorchFunctionMode):
     """Notes the products with a trained weight for which autocast would keep a cast weight without a gradient."""
 

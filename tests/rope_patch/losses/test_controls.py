@@ -12,7 +12,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
 
-from rope_patch import patch_model
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import TAPE, Control, SelfDistiller, ViewConsistency, ViewTape
 from rope_patch.losses.controls import SMALL_TILES, HashedNoise, _cosine, _NoisyFlexAttention, _tiles
@@ -275,16 +274,3 @@ def test_evaluation_has_the_plain_loss_and_the_same_noise_each_time(kind):
     plain = model(**data).loss
     assert first.result.rows.ce.mean() == pytest.approx(plain.item(), rel=1e-5)
     assert first.result.rows.kl.sum() > 0 and torch.equal(first.result.rows.kl, again.result.rows.kl)
-
-
-def test_what_is_no_control_is_refused():
-    with pytest.raises(ValueError, match="control must be one of"):
-        Control(kind="weights")
-    with pytest.raises(ValueError, match=r"strength of 'dropout' must be a number above 0 and below 1, got 1.0"):
-        Control(kind="dropout", strength=1.0)
-    with pytest.raises(ValueError, match="leave view at 'standard'"):
-        SelfDistiller(patch_model(tiny(), "skip"), ViewConsistency(), control=Control(kind="dropout"))
-    flash = tiny()
-    flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="attention_noise changes scores, which 'flash_attention_2' does not let"):
-        SelfDistiller(flash, ViewConsistency(), control=Control(kind="attention_noise"))

@@ -200,20 +200,3 @@ def test_documents_beyond_the_window_of_the_teacher_are_refused():
     ids = tokens(1, WINDOW + 1)
     with pytest.raises(ValueError, match=f"reads documents of at most {WINDOW} tokens, its window, got one of"):
         run(student(view="standard"), {"input_ids": ids, "labels": ids}, NativeTargets())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weight": 0, "clm_weight": 0}, "weight, clm_weight and text_weight are all 0"),
-        ({"weight": True}, "weight must be a number of at least 0, got True"),
-        ({"clm_weight": -1}, "clm_weight must be a number of at least 0, got -1"),
-        ({"text_weight": float("nan")}, "text_weight must be a number of at least 0, got nan"),
-        ({"temperature": 0.0}, "temperature must be a number above 0, got 0.0"),
-        ({"direction": "both"}, "direction must be one of .*'forward'.* got 'both'"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        NativeTargets(**options)

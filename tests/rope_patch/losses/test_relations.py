@@ -358,71 +358,6 @@ def test_it_compiles():
     torch.testing.assert_close(*losses)
 
 
-def lora(**options):
-    return get_peft_model(patch_model(tiny(), "pi", factor=2.0), LoraConfig(target_modules=["q_proj"], **options))
-
-
-def with_trained_norm():
-    model = lora()
-    model.base_model.model.model.norm.weight.requires_grad_(True)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RelationTargets(q=-1.0), "weight of 'q' must be a number of at least 0, got -1.0"),
-        (lambda: RelationTargets(q=0, k=0, v=0), "nothing to distil"),
-        (lambda: RelationTargets(rope="none"), r"rope must be one of \('post', 'pre'\), got 'none'"),
-        (lambda: RelationTargets(layers=(1, 1)), "different layer indices"),
-        (lambda: RelationTargets(layers=3), r"layers must be a list of .*e.g. \[3\], or None, got 3"),
-        (lambda: RelationTargets(layers="12"), "layers must be a list of .*got '12'"),
-        (lambda: RelationTargets(layers=[True, False]), r"layers must be a list of .*got \[True, False\]"),
-        (lambda: RelationTargets(v=float("nan")), "weight of 'v' must be a number of at least 0, got nan"),
-        (lambda: RelationTargets(v=True), "weight of 'v' must be a number of at least 0, got True"),
-        (lambda: RelationTargets(divergence="mse", attention=1.0), "set attention=0"),
-        *(
-            (
-                lambda weight=weight: LogitKL(weight=weight),
-                f"weight must be a number of at least 0, got {weight}",
-            )
-            for weight in (float("nan"), float("inf"), True, -1.0)
-        ),
-        (lambda: LogitKL(weight=1.0, last=2.5), "last must be an integer of at least 1, got 2.5"),
-        (lambda: LogitKL(weight=1.0, last=True), "last must be an integer of at least 1, got True"),
-        (lambda: LogitKL(weight=1.0, last=0), "last must be an integer of at least 1, got 0"),
-        (lambda: LogitKL(weight=1.0, temperature=float("nan")), "temperature must be a number above 0, got nan"),
-        (lambda: HiddenTargets(weight=True), "weight must be a number above 0, got True"),
-        (lambda: HiddenTargets(weight="5"), "weight must be a number above 0, got '5'"),
-        (lambda: HiddenTargets(short_to_long=float("nan")), "short_to_long must be a number of at least 0"),
-        (lambda: HiddenTargets(layers=2), "layers must be a list of .*got 2"),
-        (lambda: LogitKL(weight=1.0, temperature=0.0), "temperature must be a number above 0"),
-        (lambda: HiddenTargets(short_to_long=-1.0), "short_to_long must be a number of at least 0"),
-        (
-            lambda: (
-                (m := patch_model(tiny(), "pi", factor=2.0))
-                and HiddenDistiller(m, HiddenTargets(short_to_long=1.0), CopiedTeacher(m))
-            ),
-            "short_to_long compares a view with true positions",
-        ),
-        (lambda: HiddenTargets(weight=0), "weight must be a number above 0, got 0"),
-        (lambda: RelationDistiller(tiny(), RelationTargets(), CopiedTeacher(tiny())), "have the same RoPE"),
-        (
-            lambda: (
-                (m := patch_model(tiny(), "pi", factor=2.0))
-                and RelationDistiller(m, RelationTargets(layers=(3,)), CopiedTeacher(m))
-            ),
-            r"layers must be below 3.*got \(3,\)",
-        ),
-        (lambda: SharedTeacher(patch_model(tiny(), "pi", factor=2.0)), "this model has none"),
-        (lambda: SharedTeacher(with_trained_norm()), "model.norm.weight and 0 more are trained too"),
-    ],
-)
-def test_what_cannot_be_distilled_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_an_adapter_on_the_head_is_refused_where_the_head_is_read():
     config = LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
     model = patch_model(patch_model(get_peft_model(tiny(), config), "pi", factor=2.0), "skip", skip=Uniform(1, 9))
@@ -435,14 +370,6 @@ def test_an_adapter_on_the_head_is_refused_where_the_head_is_read():
         with pytest.raises(ValueError, match="the output head has an adapter"):
             make()
     RelationDistiller(model, RelationTargets(), teacher)
-
-
-def test_merged_adapters_are_refused():
-    model = lora()
-    teacher = SharedTeacher(model)
-    model.merge_adapter()
-    with pytest.raises(ValueError, match="call unmerge_adapter first"), teacher.ready():
-        pass
 
 
 def test_the_families_here_are_those_of_the_other_tests():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.rescalings import FACTOR, PAIR, THETA, Case, D, require_refused
+from support.rescalings import FACTOR, PAIR, THETA, Case, D
 from support.tiny import WINDOW, tiny, tokens
 from transformers import AutoModelForCausalLM
 
@@ -23,15 +23,6 @@ def test_ntk_declares_half_of_its_factor_in_windows_and_tells_the_factor_of_a_lo
     remedy = NTK(factor=factor).remedy(declared, 16 * WINDOW)
     assert remedy == "Set factor in rescale_args to at least 32"
     assert patch_model(tiny(), "ntk", factor=32.0).config.max_position_embeddings == 16 * WINDOW
-
-
-@pytest.mark.parametrize("factor", [0.5, None])
-def test_what_ntk_means_by_a_factor_is_said(factor):
-    require_refused(
-        "ntk",
-        {"factor": factor},
-        r"factor \(2 \* target window / trained window\) must be .* at least 1, got " + str(factor),
-    )
 
 
 def test_ntk_has_no_exponent_for_a_single_frequency():
@@ -69,14 +60,3 @@ def test_a_window_beside_the_base_is_refused_where_scaling_begins_at_it():
     assert model.config.rope_parameters == rope and model.config.max_position_embeddings == WINDOW
     patch_model(model, "abf", theta=1e6, max_position_embeddings=WINDOW)
     assert model.config.rope_parameters == {**rope, "rope_theta": 1e6}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"theta": 0}, "rescaling 'abf': theta must be a number above 1, got 0."),
-        ({"theta": 1e6, "max_position_embeddings": 1.5}, "max_position_embeddings must be an integer"),
-    ],
-)
-def test_what_abf_cannot_do_is_said(options, message):
-    require_refused("abf", options, message)

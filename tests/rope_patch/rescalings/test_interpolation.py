@@ -1,21 +1,33 @@
 """Position interpolation and dynamic NTK."""
 
 import pytest
-from support.rescalings import FACTOR, NATIVE, PAIR, THETA, Case, D, require_refused
+from support.rescalings import FACTOR, NATIVE, NATIVE_2, PAIR, THETA, THETA_2, Case, D, require_formula
 from support.tiny import WINDOW, tiny
 
 from rope_patch import describe, patch_model
 
 
-def _dynamic(seq_len):
-    n = max(seq_len, WINDOW)
-    return (THETA * (FACTOR * n / WINDOW - (FACTOR - 1)) ** (D / (D - 2))) ** (-2 * PAIR / D), 1.0
+def interpolated(native=NATIVE):
+    return lambda seq_len: (native / FACTOR, 1.0)
 
 
-CASES = {
-    "pi": Case({"factor": FACTOR}, lambda seq_len: (NATIVE / FACTOR, 1.0)),
-    "dynamic-ntk": Case({"factor": FACTOR}, _dynamic),
-}
+def dynamic(theta=THETA):
+    def expected(seq_len):
+        n = max(seq_len, WINDOW)
+        return (theta * (FACTOR * n / WINDOW - (FACTOR - 1)) ** (D / (D - 2))) ** (-2 * PAIR / D), 1.0
+
+    return expected
+
+
+CASES = {"pi": Case({"factor": FACTOR}, interpolated()), "dynamic-ntk": Case({"factor": FACTOR}, dynamic())}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected", "window"),
+    [("pi", interpolated(NATIVE_2), 4 * WINDOW), ("dynamic-ntk", dynamic(THETA_2), WINDOW)],
+)
+def test_another_base(method, expected, window):
+    require_formula(method, Case({"factor": FACTOR, "rope_theta": THETA_2}, expected), window)
 
 
 def test_views_on_dynamic_ntk_are_refused_both_ways():
@@ -26,17 +38,3 @@ def test_views_on_dynamic_ntk_are_refused_both_ways():
     with pytest.raises(ValueError, match="rope type 'dynamic'"):
         patch_model(other, "dynamic-ntk", factor=2.0)
     assert describe(other).rescaling is None and other.config.rope_parameters["rope_type"] == "default"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"factor": 0}, "rescaling 'pi': factor .* must be a number of at least 1, got 0."),
-        ({"factor": -2.0}, "factor .* must be a number of at least 1"),
-        ({"factor": "4"}, "factor .* must be a number of at least 1, got '4'."),
-        ({"factor": float("nan")}, "factor .* must be a number of at least 1"),
-        ({"factor": 2.0**20}, "the target window would be 67108864 positions; at most 16777216"),
-    ],
-)
-def test_what_pi_cannot_do_is_said(options, message):
-    require_refused("pi", options, message)

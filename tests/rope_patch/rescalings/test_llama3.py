@@ -3,24 +3,26 @@
 import math
 
 import pytest
-from support.rescalings import FACTOR, NATIVE, Case, require_refused
+from support.rescalings import FACTOR, NATIVE, NATIVE_2, THETA_2, Case, require_formula
 from support.tiny import WINDOW
 
 
-def _smoothed(seq_len):
-    turns = WINDOW * NATIVE / (2 * math.pi)
-    m = ((turns - 1) / (4 - 1)).clamp(0, 1)
-    return (1 - m) * NATIVE / FACTOR + m * NATIVE, 1.0
+def smoothed(low=1, high=4, origin=WINDOW, native=NATIVE):
+    turns = origin * native / (2 * math.pi)
+    m = ((turns - low) / (high - low)).clamp(0, 1)
+    return lambda seq_len: ((1 - m) * native / FACTOR + m * native, 1.0)
 
 
-CASES = {"llama3": Case({"factor": FACTOR}, _smoothed)}
+CASES = {"llama3": Case({"factor": FACTOR}, smoothed())}
+OPTIONS = {
+    "low_freq_factor": (0.5, smoothed(low=0.5), 4 * WINDOW),
+    "high_freq_factor": (16, smoothed(high=16), 4 * WINDOW),
+    "original_max_position_embeddings": (512, smoothed(origin=512), 4 * 512),
+    "rope_theta": (THETA_2, smoothed(native=NATIVE_2), 4 * WINDOW),
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"factor": 2, "low_freq_factor": 4}, "low_freq_factor must be below high_freq_factor .*, got 4.0 and 4.0."),
-    ],
-)
-def test_what_llama3_cannot_do_is_said(options, message):
-    require_refused("llama3", options, message)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_off_its_default(option):
+    value, expected, window = OPTIONS[option]
+    require_formula("llama3", Case({"factor": FACTOR, option: value}, expected), window)

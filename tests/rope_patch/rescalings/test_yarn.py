@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.rescalings import FACTOR, NATIVE, PAIR, THETA, Case, D, L, require_refused
+from support.rescalings import FACTOR, PAIR, THETA, THETA_2, Case, D, L, require_formula
 from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import (
     AutoModelForCausalLM,
@@ -17,17 +17,37 @@ from transformers import (
 
 from rope_patch import native_rope, patch_model, unpatch_model
 
+SHARPER = 0.1 * math.log(FACTOR) + 1  # of cos and sin
+MSCALES = (0.1 * 0.5 * math.log(FACTOR) + 1) / (0.1 * 2 * math.log(FACTOR) + 1)
 
-def _by_parts(seq_len):
+
+def by_parts(origin=WINDOW, theta=THETA, attention=SHARPER, fast=32, slow=1, truncate=True):
     def c(turns):
-        return D * math.log(WINDOW / (2 * math.pi * turns)) / (2 * math.log(THETA))
+        return D * math.log(origin / (2 * math.pi * turns)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(c(32)), 0), min(math.ceil(c(1)), D - 1)
+    low, high = (math.floor(c(fast)), math.ceil(c(slow))) if truncate else (c(fast), c(slow))
+    low, high, native = max(low, 0), min(high, D - 1), theta ** (-2 * PAIR / D)
     g = 1 - ((PAIR - low) / (high - low)).clamp(0, 1)
-    return (1 - g) * NATIVE / FACTOR + g * NATIVE, 0.1 * math.log(FACTOR) + 1
+    return lambda seq_len: ((1 - g) * native / FACTOR + g * native, attention)
 
 
-CASES = {"yarn": Case({"factor": FACTOR}, _by_parts)}
+CASES = {"yarn": Case({"factor": FACTOR}, by_parts())}
+FAR = {"original_max_position_embeddings": 4096}  # where both ends of the ramp are among the four frequencies
+OPTIONS = {
+    "original_max_position_embeddings": (FAR, by_parts(4096), 4096),
+    "rope_theta": ({"rope_theta": THETA_2}, by_parts(theta=THETA_2), WINDOW),
+    "attention_factor": ({"attention_factor": 1.3}, by_parts(attention=1.3), WINDOW),
+    "beta_fast": ({**FAR, "beta_fast": 4}, by_parts(4096, fast=4), 4096),
+    "beta_slow": ({**FAR, "beta_slow": 0.1}, by_parts(4096, slow=0.1), 4096),
+    "mscales": ({"mscale": 0.5, "mscale_all_dim": 2.0}, by_parts(attention=MSCALES), WINDOW),
+    "truncate": ({"truncate": False}, by_parts(truncate=False), WINDOW),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_off_its_default(option):
+    options, expected, origin = OPTIONS[option]
+    require_formula("yarn", Case({"factor": FACTOR, **options}, expected), 4 * origin)
 
 
 def deepseek():
@@ -90,21 +110,3 @@ def test_an_option_that_transformers_drops_for_layer_types_is_refused(options, i
     with pytest.raises(ValueError, match="gemma3_text.*whose RoPE differs by layer.*Leave that option out"):
         patch_model(model, "yarn", factor=4.0, **options)
     assert model.config.to_dict() == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"factr": 4}, "Unknown option 'factr' of method 'yarn'. Did you mean 'factor'\\?"),
-        ({}, "method 'yarn' needs factor, got {}. Its options: factor, original_max"),
-        ({"factor": 2, "beta_fast": -1}, "beta_fast must be a number above 0, got -1."),
-        ({"factor": 2, "mscale": 0.5}, "mscale must come with mscale_all_dim .* got mscale 0.5, mscale_all_dim None"),
-        (
-            {"factor": 2, "mscale": 0.5, "mscale_all_dim": 0.5, "attention_factor": 1.2},
-            "mscale must come with mscale_all_dim and without attention_factor",
-        ),
-        ({"factor": 2, "seed": 1}, "seed and when belong to views"),
-    ],
-)
-def test_what_yarn_cannot_do_is_said(options, message):
-    require_refused("yarn", options, message)

@@ -42,14 +42,3 @@ def test_chunk_permute_draws_every_permutation_equally_often():
     orders = torch.cat([parameters[f"block_{b}"] for b in range(3)], 1)
     _, counts = orders.unique(dim=0, return_counts=True)
     assert len(counts) == 6 and (counts - 1000).abs().max() < 4 * math.sqrt(6000 * (1 / 6) * (5 / 6))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ChunkPermute(blocks=1), "view 'chunk-permute': blocks must be at least 2, got 1."),
-    ],
-)
-def test_what_chunk_permute_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

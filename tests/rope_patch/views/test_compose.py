@@ -1,10 +1,9 @@
 """Views one after the other: formula, draws, what is refused."""
 
-import pytest
 import torch
 from support.views import Case, L, behind_skip, drawn, index
 
-from rope_patch.views import RPE, Compose, Dilation, Mix, NoPE, PosAug, Skip, Standard, Uniform
+from rope_patch.views import Compose, Dilation, PosAug, Skip, Uniform
 
 CASES = {
     "compose": Case(
@@ -38,28 +37,3 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
     view = Compose([{"view": "skip", "skip": Uniform(1, 3)}, PosAug()])
     assert view == Compose([Skip(skip=Uniform(1, 3)), PosAug()])
     assert view.perturbs
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Compose([Skip(), Standard()]), "Standard\\(\\) changes nothing: leave it out"),
-        (lambda: Compose([Skip(), NoPE()]), "view 'nope' leaves no distances that the others could change"),
-        (lambda: Compose([Dilation(), RPE()]), "view 'rpe' goes by the index of a token, so it must come first"),
-        (lambda: Compose([]), "views must be a list of at least one view, got \\[\\]."),
-        (lambda: Compose([3]), "view 'compose' takes views such as Skip\\(.* or a name, got 3."),
-        (lambda: Compose(["skp"]), "Unknown view 'skp'. Did you mean 'skip'"),
-        (lambda: Compose([Mix([Skip(), Standard()])]), "view 'compose': .* stands alone, and so does 'mix'"),
-        (
-            lambda: Compose([{"view": "skip", "spilt": 3}]),
-            "Unknown option 'spilt' of view 'skip'. Did you mean 'split'",
-        ),
-        (  # each of them alone is within 2**24
-            lambda: Compose([Skip(split=5, skip=2**23), PosAug(8.0)]).check_length(30),
-            "view 'compose': RoPE indices would reach 67109096",
-        ),
-    ],
-)
-def test_what_compose_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -68,15 +68,3 @@ def test_a_uniform_middle_ends_anywhere_before_the_tail():
     assert (e.min(), e.max()) == (n - 10, target - 10 - 1)
     frequencies = torch.bincount(e)[n - 10 :].double() / draws
     assert (frequencies - 1 / (target - n)).abs().max() < 0.003
-
-
-def test_what_cream_cannot_do_is_refused():
-    for wrong, message in (
-        ({"target": 1}, "target must be at least 2"),
-        ({"target": 9, "sigma": 0.0}, "sigma must be a finite number above 0"),
-        ({"target": 9, "sigma": "3"}, "sigma must be a finite number above 0, .*got '3'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Cream(**wrong)
-    with pytest.raises(ValueError, match="documents of 10 tokens reach beyond target=9"):
-        Cream(target=9).check_length(10)

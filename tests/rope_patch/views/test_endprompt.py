@@ -1,6 +1,5 @@
 """The last tokens at the end of a target window: formula, draws, what is refused."""
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from support.views import PAD, Case, L, behind_skip, built, drawn, first_changed, index, maybe
@@ -35,23 +34,3 @@ def test_endprompt_puts_the_last_tokens_at_the_end_of_the_target():
     first = parameters["split"] + parameters["skip"]
     assert (parameters["split"] == 9).all() and first.min() == 9 and first.max() == 97
     assert torch.equal(first_changed(view, parameters, torch.full((2000, 1), L)) == 9, parameters["skip"] > 0)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: EndPrompt(target=9, cue_tokens=0, placement="random"), "cue_tokens=0 is the control without one"),
-        (lambda: EndPrompt(target=9, cue_tokens=True), "cue_tokens must be an integer or None, got True"),
-        (lambda: EndPrompt(target=1, cue_tokens=1), "target must be at least 2, got 1"),
-        (lambda: EndPrompt(target=9, cue_tokens=-1), "cue_tokens must be at least 0, got -1"),
-        (lambda: EndPrompt(target=9, cue_tokens=[[3], [3]]), "different cues as lists of one or more token ids"),
-        (lambda: EndPrompt(target=9, cue_tokens=[[3], []]), "different cues as lists of one or more token ids"),
-        (lambda: EndPrompt(target=9, cue_tokens=[3, 4]), "different cues as lists of one or more token ids"),
-        (lambda: EndPrompt(target=9, cue_tokens="word"), "different cues as lists of one or more token ids"),
-        (lambda: EndPrompt(target=9, cue_tokens=1, placement="start"), "placement must be one of"),
-        (lambda: EndPrompt(target=9, cue_tokens=1).check_length(10), "documents of 10 tokens reach beyond target=9"),
-    ],
-)
-def test_what_endprompt_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -6,7 +6,7 @@ from support.views import Case, behind_skip
 
 from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
-from rope_patch.views import VIEWS, Compose, EndPrompt, LongRecipe, Mix, PerLayer, PosAug, PoSE, Skip, Standard
+from rope_patch.views import Compose, EndPrompt, LongRecipe, Mix, PosAug, PoSE, Skip, Standard
 from rope_patch.views.laws import Step, Uniform
 
 
@@ -101,25 +101,3 @@ def test_what_a_mix_knows_of_its_views():
     t, length = torch.tensor([[1, 6]]), torch.tensor([[12]])
     expected = 0.25 * Skip().affected_share(t, length)
     assert torch.equal(Mix(["standard", "skip"], [0.75, 0.25]).affected_share(t, length), expected)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Mix([Skip()]), "views must be a list of at least two views, got \\[Skip"),
-        (lambda: Mix("skip"), "views must be a list of at least two views, got 'skip'"),
-        (lambda: Mix([Skip(), Mix([Skip(), Standard()])]), "stands alone, as another mix does"),
-        (lambda: Mix([Skip(), PerLayer(Skip(), "top")]), "a view that differs by layer or rescales frequencies stands"),
-        (lambda: Mix([Skip(), VIEWS["random-base"]()]), "a view that differs by layer or rescales frequencies stands"),
-        (lambda: Mix([Skip(), Standard(), Skip()]), "is given twice: give it once, its share added"),
-        (lambda: Mix([Skip(), Standard()], [0.5]), "shares must be a list of 2 numbers, one a view, or None, got"),
-        (lambda: Mix([Skip(), Standard()], 0.5), "shares must be a list of 2 numbers, one a view, or None, got 0.5"),
-        (lambda: Mix([Skip(), Standard()], [1, 0]), "each of shares must be in \\(0, 1\\), got 1"),
-        (lambda: Mix([Skip(), Standard()], [0.5, True]), "each of shares must be in \\(0, 1\\), got True"),
-        (lambda: Mix([Skip(), Standard()], [0.5, 0.4]), "shares must be 1 in all, got \\(0.5, 0.4\\), which are 0.9"),
-        (lambda: Mix([Standard(), PoSE(target=9)]).check_length(10), "10 tokens reach beyond target=9"),
-    ],
-)
-def test_what_mix_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

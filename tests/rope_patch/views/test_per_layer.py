@@ -1,10 +1,9 @@
 """Views that differ by layer: formula, what is refused."""
 
-import pytest
 import torch
 from support.views import Case, behind_skip
 
-from rope_patch.views import Mix, PerLayer, Skip, Standard, Uniform
+from rope_patch.views import PerLayer, Skip, Uniform
 
 
 def _each_layer(t, n, drawn):
@@ -18,15 +17,3 @@ CASES = {
     ),
     "per-layer": Case(PerLayer(Skip(skip=Uniform(1, 90))), _each_layer),
 }
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PerLayer(Mix([Skip(), Standard()]), "top"), "view 'per-layer': .* stands alone, and so does 'mix'"),
-        (lambda: PerLayer({"view": "yarn"}), "'yarn' is a rescaling; a view is one of"),
-    ],
-)
-def test_what_per_layer_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.views import Case, L, built, drawn, factor_laws, index, key, maybe
 
 from rope_patch.base.draws import DrawKey
-from rope_patch.views import Cycling, Discrete, LogUniform, PosAug, Step, Uniform
+from rope_patch.views import Discrete, LogUniform, PosAug, Uniform
 
 CASES = {
     "posaug": Case(PosAug(Uniform(2, 8)), lambda t, n, drawn: drawn["alpha"] * t),
@@ -37,18 +37,3 @@ def test_posaug_is_shared_as_widely_as_asked(law):
     drawn_apart = [view.draw(torch.full((4, 1), L), k)["alpha"] for k in (first, second, first)]
     assert all(a.shape == () for a in drawn_apart) and drawn_apart[0] == drawn_apart[2]
     assert isinstance(law, Discrete) or drawn_apart[0] != drawn_apart[1]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PosAug(granularity="row"), "granularity must be one of"),
-        (lambda: PosAug(Cycling([1, 2]), "sample"), "law 'cycling' goes by steps, got granularity='sample'"),
-        (lambda: PosAug(Step(Cycling([1, 2])), "sample"), "law 'cycling' goes by steps, got granularity='sample'"),
-        (lambda: PosAug(Discrete([64.0])).check_length(2**19), "RoPE indices would reach"),
-        (lambda: PosAug().check_length(2**22), "RoPE indices would reach 33554424; at most 16777216"),
-    ],
-)
-def test_what_posaug_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -76,18 +76,3 @@ def test_pose_keeps_a_window_of_long_documents(chunks):
         set((row.nonzero().flatten() + 1).tolist()) <= set(b.tolist()) for row, b in zip(jumps, borders, strict=True)
     )
     assert view.cut(torch.tensor([[10], [3]]), key(2)) is None and PoSE(target=60).cut(length, key(4)) is None
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PoSE(target=1), "target must be at least 2, got 1"),
-        (lambda: PoSE(target=9, chunks=1), "chunks must be at least 2, got 1"),
-        (lambda: PoSE(target=9, window=10), "window must not exceed target=9, got 10"),
-        (lambda: PoSE(target=90, window=9).check_length(10), "documents of 10 tokens must be cut to window=9 first"),
-        (lambda: PoSE(target=9).check_length(10), "documents of 10 tokens reach beyond target=9"),
-    ],
-)
-def test_what_pose_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from support.views import Case, L, built, key, maybe
@@ -56,16 +55,3 @@ def test_rpe_is_shared_by_a_step_or_drawn_for_each_document():
     assert torch.equal(apart.rope_index(t.repeat(4)[None], packed).view(4, L), rows)
     # tokens that are decoded later follow on
     assert apart.rope_index(torch.tensor([[L - 1, L, L + 1]]), parameters).diff(dim=1).tolist() == [[1, 1]] * 4
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RPE(max_index=1), "max_index must be at least 2, got 1"),
-        (lambda: RPE(granularity="layer"), "granularity must be one of"),
-        (lambda: RPE(max_index=16).check_length(17), "documents of 17 tokens have no 17 different indices below"),
-    ],
-)
-def test_what_rpe_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

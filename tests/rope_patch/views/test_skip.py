@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from support.views import Case, L, behind_skip, built, drawn, first_changed, index, integer_laws, key, maybe
@@ -50,20 +49,3 @@ def test_how_far_skips_reach():
     view = Skip(skip=Linear(Uniform(1, 10), start=5000))
     assert view.reach(21) == 5020 and view.largest_skip(torch.tensor([21])).tolist() == [5000]
     assert Skip(skip=-3).reach(21) == 20 and Skip(skip=3).largest_skip(torch.tensor([21])) is None
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: Skip(split=L).check_length(L),
-            "split must be below the number of tokens .*, got split=12",
-        ),
-        (lambda: Skip().check_length(2**24), "RoPE indices would reach 33554431"),
-        (lambda: Skip(skip=Linear(Uniform(), start=2**24)).check_length(21), "RoPE indices would reach 16777236"),
-        (lambda: Skip(Uniform(2)).affected_share(torch.tensor([1]), torch.tensor([9])), "does not know how often"),
-    ],
-)
-def test_what_skip_cannot_do_is_said(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

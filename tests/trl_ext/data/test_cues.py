@@ -264,18 +264,6 @@ def test_the_trainer_appends_cues_by_itself(kind, tmp_path):
     assert logged(by_itself, "loss") == logged(by_hand, "loss") and len(by_itself.train_dataset) == len(cued)
 
 
-def test_a_cue_that_cannot_be_appended_is_refused(tmp_path):
-    view = {"view": "endprompt", "view_args": {"target": 64}}
-    with pytest.raises(ValueError, match="cue goes with view='endprompt'"):
-        trainer(tmp_path, cue=CUE)
-    with pytest.raises(ValueError, match="cue goes with view='endprompt', whose cue_tokens it sets"):
-        trainer(tmp_path, cue=CUE, view="endprompt", view_args={"target": 64, "cue_tokens": 3})
-    with pytest.raises(ValueError, match="cue needs a datasets.Dataset as train_dataset, got IterableDataset"):
-        trainer(tmp_path, cue=CUE, train_dataset=Dataset.from_dict({"text": ["w5"]}).to_iterable_dataset(), **view)
-    with pytest.raises(ValueError, match="packing_strategy='wrapped' cuts documents"):
-        trainer(tmp_path, cue=CUE, packing=True, packing_strategy="wrapped", **view)
-
-
 @pytest.mark.parametrize("kind", ["text", "messages"])
 def test_documents_with_cues_are_read_by_the_tokenizer_that_the_configuration_describes(kind, tmp_path):
     template = tmp_path / "template.jinja"
@@ -291,13 +279,34 @@ def test_documents_with_cues_are_read_by_the_tokenizer_that_the_configuration_de
     assert all(row[-1] == {"text": 60, "messages": 51}[kind] for row in cued["input_ids"])
 
 
-def test_settings_that_token_ids_would_leave_out_go_with_no_cue(tmp_path):
-    options = {"view": "endprompt", "view_args": {"target": 64}, "cue": CUE, "max_length": 32}
-    chats = {"train_dataset": Dataset.from_dict(KINDS["messages"]), "processing_class": chatting()}
-    with pytest.raises(ValueError, match="cue goes without assistant_only_loss"):
-        trainer(tmp_path, assistant_only_loss=True, **chats, **options)
-    with pytest.raises(ValueError, match="cue goes with a chat_template_path that is a file of a template"):
-        trainer(tmp_path, chat_template_path="someone/model", **chats, **options)
+CHATS = Dataset.from_dict(KINDS["messages"])
+WITHOUT = Dataset.from_list([{"text": "w3 w4 w5"}, {"text": None}])
+AFAR = {"view": "endprompt", "view_args": {"target": 64}, "max_length": 32}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "cue goes with view='endprompt'"),
+        ({**AFAR, "view_args": {"target": 64, "cue_tokens": 3}}, "view='endprompt', whose cue_tokens it sets"),
+        ({**AFAR, "long_documents": "truncate"}, "cue goes with long_documents='split'"),
+        (
+            {**AFAR, "train_dataset": Dataset.from_dict({"text": ["w5"]}).to_iterable_dataset()},
+            "cue needs a datasets.Dataset as train_dataset, got IterableDataset",
+        ),
+        ({**AFAR, "packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' cuts documents"),
+        ({**AFAR, "train_dataset": CHATS, "assistant_only_loss": True}, "cue goes without assistant_only_loss"),
+        (
+            {**AFAR, "train_dataset": CHATS, "chat_template_path": "someone/model"},
+            "cue goes with a chat_template_path that is a file of a template",
+        ),
+        ({**AFAR, "train_dataset": WITHOUT}, "must have a text in every row: 1 of 2 rows have no 'text'"),
+        ({**AFAR, "train_dataset": WITHOUT, "dataset_text_field": "body"}, "must have a column 'body'"),
+    ],
+)
+def test_what_goes_with_no_cue_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, cue=CUE, processing_class=chatting(), **options)
 
 
 def test_a_cue_and_a_formatting_func_are_refused_by_the_trainer(tmp_path):
@@ -398,18 +407,3 @@ def test_the_trainer_appends_a_set_by_itself(tmp_path):
     by_trainer = trainer(tmp_path, train_dataset=cued, view_args={"target": 128, "cue_tokens": cues}, seed=8, **options)
     by_trainer.train()
     assert logged(by_itself, "loss") == logged(by_trainer, "loss")
-
-
-def test_a_row_without_a_text_is_refused_before_cues_are_put_behind(tmp_path):
-    rows = Dataset.from_list([{"text": "w3 w4 w5"}, {"text": None}])
-    options = {"view": "endprompt", "view_args": {"target": 60}, "cue": "w6 w7", "max_length": 24}
-    with pytest.raises(ValueError, match="train_dataset must have a text in every row: 1 of 2 rows have no 'text'"):
-        trainer(tmp_path, train_dataset=rows, processing_class=tokenizer(), **options)
-    with pytest.raises(ValueError, match="train_dataset must have a column 'body'"):
-        trainer(tmp_path, train_dataset=rows, processing_class=tokenizer(), dataset_text_field="body", **options)
-
-
-def test_a_cue_cuts_texts_and_truncates_none(tmp_path):
-    options = {"view": "endprompt", "view_args": {"target": 60}, "cue": "word", "max_length": 24}
-    with pytest.raises(ValueError, match="cue goes with long_documents='split'"):
-        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)

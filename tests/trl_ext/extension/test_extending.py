@@ -429,8 +429,6 @@ def test_a_revision_that_is_none_is_refused_before_anything_is_done(hub):
         run(model="owner/base", model_revision="v2")
     with pytest.raises(ValueError, match="--model-revision v1 is of a model on the hub, and base is a folder: leave"):
         run(model="base", model_revision="v1")
-    with pytest.raises(ValueError, match="--model-revision must name a branch, tag or commit on the hub, got an empty"):
-        run(model="owner/base", model_revision="")
     assert not (hub / "out").exists()
 
 

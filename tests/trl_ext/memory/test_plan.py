@@ -184,6 +184,18 @@ def test_a_copy_that_teaches_and_copies_in_16_bits_count(big_host):
     assert fixed(**teacher, teacher_offload=True) == fixed()
 
 
+@pytest.mark.parametrize(("stage", "gradients"), [(1, 1), (2, 4), (3, 4)])
+def test_zero_splits_states_then_gradients_then_weights(stage, gradients, big_host):
+    """Of 4 ranks, weights of 16 bits: DeepSpeed trains a float32 copy. Its buckets are 2 x 5e8 numbers of 2 bytes."""
+    model, n = llama().requires_grad_(True), sum(p.numel() for p in llama().parameters())
+    args = RopeSFTConfig(output_dir="out", use_cpu=True, bf16=True)
+    plan = plan_memory(model, args, 4096, torch.device("cuda"), "off", Sharding.of_config(f"zero{stage}", 4))
+    weights = 4 * n if stage < 3 else n + 2 * 10**9  # ZeRO-3 leaves 1e9 whole
+    assert plan.optimizer == pytest.approx(2 * 4 * n / 4, rel=1e-6)
+    assert plan.fixed == pytest.approx(2 * 10**9 + weights + 4 * n / gradients + plan.optimizer, rel=1e-6)
+    assert plan.freed == 0
+
+
 @pytest.mark.parametrize("line", LINES, ids=[line["case"] for line in LINES])
 def test_the_plan_of_steps_that_an_h200_measured(line, monkeypatch):
     """Those of benchmarks/long_rows.py: at most 5 % above what it took, and nothing below."""

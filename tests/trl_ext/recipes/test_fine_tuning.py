@@ -131,6 +131,19 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
             "datasets: [{path: json, data_files: cut.jsonl.xz}]",
             "the text in cut.jsonl.xz cannot be read: Compressed file ended before",
         ),
+        (
+            "eval_strategy: epoch\ntest_split_size: 0.5",
+            "dataset_name: folder",
+            "test_split_size is read with datasets, and has no effect on",
+        ),
+        ("streaming: true", "dataset_name: folder", "streaming is read with datasets"),
+        ("dataset_streaming: true", None, "dataset_streaming is read with dataset_name, and has no effect on datasets"),
+        ("dataset_config: en", None, "dataset_config is read with dataset_name"),
+        (
+            "eval_strategy: epoch\nstreaming: true\ntest_split_size: 0.5",
+            None,
+            "test_split_size holds out a part of texts that are all at hand",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_a_model_is_loaded(more, text, message, recipe, trained, tmp_path):
@@ -195,28 +208,3 @@ def test_a_recipe_without_16_bits_trains_so_whatever_a_launcher_says(recipe, tra
     with pytest.raises(Stop):
         fine_tune_recipe(recipe())
     assert trained["args"].mixed_precision == "no" and not trained["args"].bf16
-
-
-@pytest.mark.parametrize(
-    ("text", "more", "message"),
-    [
-        (
-            "dataset_name: folder",
-            "eval_strategy: epoch\ntest_split_size: 0.5",
-            "test_split_size is read with datasets, and has no effect on",
-        ),
-        ("dataset_name: folder", "streaming: true", "streaming is read with datasets"),
-        (None, "dataset_streaming: true", "dataset_streaming is read with dataset_name, and has no effect on datasets"),
-        (None, "dataset_config: en", "dataset_config is read with dataset_name"),
-        (
-            None,
-            "eval_strategy: epoch\nstreaming: true\ntest_split_size: 0.5",
-            "test_split_size holds out a part of texts that are all at hand",
-        ),
-    ],
-)
-def test_a_field_that_the_way_of_naming_the_text_does_not_read_is_refused(text, more, message, recipe, trained):
-    arguments = recipe(more) if text is None else recipe(more, text)
-    with pytest.raises(ValueError, match=message):
-        fine_tune_recipe(arguments)
-    assert not trained

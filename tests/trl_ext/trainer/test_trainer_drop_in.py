@@ -89,28 +89,21 @@ def test_models_with_several_axes_train_on_images_as_with_trl(kind, tmp_path):
     same(*runs)
 
 
-def test_a_view_that_moves_positions_is_refused_on_several_axes(tmp_path):
-    run = RopeSFTTrainer(
-        images.model("Qwen2VL"),
-        RopeSFTConfig(**settings(tmp_path, view="skip", view_args={"skip": Uniform(1, 8)})),
-        train_dataset=images.conversations(),
-        processing_class=images.processor("Qwen2VL"),
-    )
-    with pytest.raises(ValueError, match=r"of positions with several axes \(mRoPE\) no view says what they become"):
-        run.train()
-
-
 YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"view": "skip", "view_args": {"skip": Uniform(1, 8)}},
+            r"of positions with several axes \(mRoPE\) no view says what they become",
+        ),
         ({**YARN, "objective": "self-distill", "objective_args": {"teacher": "native"}}, "have no view"),
         ({"shifted_attention": 0.5, "max_length": 64}, "they do not say where documents begin"),
         ({"objective_args": {"longce": {"short_context": 8, "stride": 4}}}, "without its images"),
     ],
-    ids=["native", "shifted", "longce"],
+    ids=["view", "native", "shifted", "longce"],
 )
 def test_what_reads_no_several_axes_or_images_is_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):

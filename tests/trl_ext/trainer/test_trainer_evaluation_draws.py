@@ -61,6 +61,9 @@ def test_every_evaluation_draws_the_same_for_a_document_at_any_batch_size(when, 
             seen.clear()
         run.train()
         assert not [index for index in seen if index in first], "training draws others"
+        seen.clear()
+        run.evaluate()
+        assert seen == first, "and leaves those of evaluations alone"
         runs.append((first, before["eval_loss"], before.get("eval_kl")))
     for draws, loss, kl in runs[1:]:
         assert draws == runs[0][0]

@@ -50,24 +50,6 @@ def test_longlora_trains_adapters_norms_and_embeddings(tmp_path):
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shifted_attention": 1.5}, r"must be a share in \(0, 1\)"),
-        ({"shifted_attention": 0.25, "max_length": None}, "needs a max_length"),
-        ({"shifted_attention": 0.01}, "needs a max_length of which 0.01 is 2 tokens or more, got 64"),
-        ({"shifted_attention": 0.25, "objective": "self-distill", "view": "skip"}, "is for next-token training"),
-        (
-            {"shifted_attention": 0.25, "objective_args": {"longce": {"short_context": 8, "stride": 4}}},
-            "is for next-token training",
-        ),
-    ],
-)
-def test_what_it_cannot_do_is_refused(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, **options)
-
-
 def test_documents_within_one_group_of_each_half_of_the_heads_are_refused(tmp_path):
     """Groups of 64 tokens, whose shifted ones begin with 32."""
     options = {"max_length": 256, "shifted_attention": 0.25}

@@ -53,20 +53,6 @@ def test_a_target_beyond_the_window_of_a_model_without_rescaling_is_refused(name
     trainer(tmp_path, **with_target(name, WINDOW))
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        {"view": "compose", "view_args": {"views": [{"view": "pose", "target": 65}, {"view": "posaug"}]}},
-        {"view": "per-layer", "view_args": {"view": {"view": "cream", "target": 65}, "layers": "top"}},
-        {"view": "mix", "view_args": {"views": ["standard", {"view": "pose", "target": 65}]}},
-    ],
-    ids=["compose", "per-layer", "mix"],
-)
-def test_a_target_within_another_view_is_found(view, tmp_path):
-    with pytest.raises(ValueError, match="got target=65"):
-        trainer(tmp_path, **view)
-
-
 def test_a_view_that_the_model_came_with_is_compared_too(tmp_path):
     with pytest.raises(ValueError, match="target of view 'pose'"):
         trainer(tmp_path, model=patch_model(tiny(), PoSE(target=65)))

@@ -328,9 +328,32 @@ def test_generate_takes_prompts_up_to_the_new_window(named, expected, tmp_path):
         assert again.generate(tokens(1, 100)).shape[1] > 100
 
 
-def test_a_model_without_its_head_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="LlamaModel has none: load the model with AutoModelForCausalLM"):
-        export(patch_model(tiny().model, "ntk", factor=4.0), tmp_path / "out")
+def that_has_diverged():
+    model = lora(tiny())
+    with torch.no_grad():
+        model.base_model.model.model.layers[1].mlp.down_proj.lora_A["default"].weight[0, 0] = torch.nan
+    return model
+
+
+def with_a_prompt():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(tiny(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: tiny().model, {}, "LlamaModel has none: load the model with AutoModelForCausalLM"),
+        (that_has_diverged, {}, "model.layers.1.mlp.down_proj makes weights that are not finite"),
+        (with_a_prompt, {}, "prompt learning"),
+        (tiny, {"target": "vlm"}, "Did you mean 'vllm'"),
+        (tiny, {"max_shard_gb": 0}, "max_shard_gb must be a number above 0, got 0"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(make, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export(make(), tmp_path / "out", **options)
+    assert left_behind(tmp_path) == []
 
 
 def without_a_weight(folder):
@@ -338,6 +361,10 @@ def without_a_weight(folder):
     weights = load_file(file)
     del weights[next(name for name in sorted(weights) if "layers.0.mlp" in name)]
     save_file(weights, file, metadata={"format": "pt"})
+
+
+def without_a_head(folder):
+    tiny().model.save_pretrained(folder)
 
 
 def with_a_larger_vocabulary(folder):
@@ -375,6 +402,7 @@ def with_code(folder):
         (without_a_weight, "checkpoint lack model.layers.0.mlp.down_proj.weight of the Llama.* would get random ones"),
         (with_a_larger_vocabulary, "checkpoint have another shape for lm_head.weight, model.embed_tokens.weight of "),
         (cut_short, "the weights in .*checkpoint cannot be read: .*Save or download them again"),
+        (without_a_head, "lack lm_head.weight of the LlamaForCausalLM that its config.json describes"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -428,20 +456,6 @@ def test_an_adapter_that_is_not_whole_is_refused(damage, message, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
         ModelSpec.parse(f"{tmp_path / 'adapter'}@yarn:factor=2").load("cpu", "auto")
     assert sorted(left_behind(tmp_path)) == ["adapter", "base"]
-
-
-def test_a_checkpoint_without_its_head_is_refused(tmp_path):
-    tiny().model.save_pretrained(tmp_path / "decoder")
-    with pytest.raises(ValueError, match="lack lm_head.weight of the LlamaForCausalLM that its config.json describes"):
-        export(tmp_path / "decoder", tmp_path / "out")
-
-
-def test_an_adapter_that_has_diverged_is_refused(tmp_path):
-    model = lora(tiny())
-    with torch.no_grad():
-        model.base_model.model.model.layers[1].mlp.down_proj.lora_A["default"].weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="model.layers.1.mlp.down_proj makes weights that are not finite"):
-        export(model, tmp_path / "out")
 
 
 @torch.no_grad()
@@ -769,26 +783,6 @@ def test_views_that_change_inference_are_refused(tmp_path):
     with rope_view(model, "nope"), pytest.raises(ValueError, match="no checkpoint can say so"):
         export(model, tmp_path / "out")
     export(patch_model(model, "skip", skip=Uniform(1, 8)), tmp_path / "out")
-
-
-def test_prompts_are_refused(tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(ValueError, match="prompt learning"):
-        export(peft.get_peft_model(tiny(), config), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target": "vlm"}, "Did you mean 'vllm'"),
-        ({"max_shard_gb": 0}, "max_shard_gb must be a number above 0, got 0"),
-    ],
-)
-def test_wrong_arguments_are_named(options, message, tmp_path):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        export(tiny(), tmp_path / "out", **options)
-    assert left_behind(tmp_path) == []
 
 
 @torch.no_grad()

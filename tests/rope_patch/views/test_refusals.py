@@ -1,0 +1,112 @@
+"""What no view can be made of, or do, is said by name."""
+
+import pytest
+import torch
+from support.tiny import tiny
+from support.views import key
+
+from rope_patch import patch_model
+from rope_patch.views import (
+    RPE,
+    VIEWS,
+    ChunkPermute,
+    Compose,
+    Cream,
+    Cycling,
+    Dilation,
+    Discrete,
+    EndPrompt,
+    Linear,
+    LongRecipe,
+    Mix,
+    NoPE,
+    PerLayer,
+    PosAug,
+    PoSE,
+    Skip,
+    Standard,
+    Step,
+    Uniform,
+)
+
+SENTENCES = LongRecipe(target=400, sentence_ends=[7])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ChunkPermute(blocks=1), "view 'chunk-permute': blocks must be at least 2, got 1."),
+        (lambda: Compose([Skip(), Standard()]), "Standard\\(\\) changes nothing: leave it out"),
+        (lambda: Compose([Skip(), NoPE()]), "view 'nope' leaves no distances that the others could change"),
+        (lambda: Compose([Dilation(), RPE()]), "view 'rpe' goes by the index of a token, so it must come first"),
+        (lambda: Compose([]), "views must be a list of at least one view, got \\[\\]."),
+        (lambda: Compose([3]), "view 'compose' takes views such as Skip\\(.* or a name, got 3."),
+        (lambda: Compose(["skp"]), "Unknown view 'skp'. Did you mean 'skip'"),
+        (lambda: Compose([Mix([Skip(), Standard()])]), "view 'compose': .* stands alone, and so does 'mix'"),
+        (
+            lambda: Compose([{"view": "skip", "spilt": 3}]),
+            "Unknown option 'spilt' of view 'skip'. Did you mean 'split'",
+        ),
+        (  # each of them alone is within 2**24
+            lambda: Compose([Skip(split=5, skip=2**23), PosAug(8.0)]).check_length(30),
+            "view 'compose': RoPE indices would reach 67109096",
+        ),
+        (lambda: EndPrompt(target=9, cue_tokens=0, placement="random"), "cue_tokens=0 is the control without one"),
+        (lambda: EndPrompt(target=9, cue_tokens=True), "cue_tokens must be an integer or None, got True"),
+        (lambda: EndPrompt(target=1, cue_tokens=1), "target must be at least 2, got 1"),
+        (lambda: EndPrompt(target=9, cue_tokens=-1), "cue_tokens must be at least 0, got -1"),
+        (lambda: EndPrompt(target=9, cue_tokens=[[3], [3]]), "different cues as lists of one or more token ids"),
+        (lambda: EndPrompt(target=9, cue_tokens=[[3], []]), "different cues as lists of one or more token ids"),
+        (lambda: EndPrompt(target=9, cue_tokens=[3, 4]), "different cues as lists of one or more token ids"),
+        (lambda: EndPrompt(target=9, cue_tokens="word"), "different cues as lists of one or more token ids"),
+        (lambda: EndPrompt(target=9, cue_tokens=1, placement="start"), "placement must be one of"),
+        (lambda: EndPrompt(target=9, cue_tokens=1).check_length(10), "documents of 10 tokens reach beyond target=9"),
+        (lambda: Mix([Skip()]), "views must be a list of at least two views, got \\[Skip"),
+        (lambda: Mix("skip"), "views must be a list of at least two views, got 'skip'"),
+        (lambda: Mix([Skip(), Mix([Skip(), Standard()])]), "stands alone, as another mix does"),
+        (lambda: Mix([Skip(), PerLayer(Skip(), "top")]), "a view that differs by layer or rescales frequencies stands"),
+        (lambda: Mix([Skip(), VIEWS["random-base"]()]), "a view that differs by layer or rescales frequencies stands"),
+        (lambda: Mix([Skip(), Standard(), Skip()]), "is given twice: give it once, its share added"),
+        (lambda: Mix([Skip(), Standard()], [0.5]), "shares must be a list of 2 numbers, one a view, or None, got"),
+        (lambda: Mix([Skip(), Standard()], 0.5), "shares must be a list of 2 numbers, one a view, or None, got 0.5"),
+        (lambda: Mix([Skip(), Standard()], [1, 0]), "each of shares must be in \\(0, 1\\), got 1"),
+        (lambda: Mix([Skip(), Standard()], [0.5, True]), "each of shares must be in \\(0, 1\\), got True"),
+        (lambda: Mix([Skip(), Standard()], [0.5, 0.4]), "shares must be 1 in all, got \\(0.5, 0.4\\), which are 0.9"),
+        (lambda: Mix([Standard(), PoSE(target=9)]).check_length(10), "10 tokens reach beyond target=9"),
+        (lambda: PerLayer(Mix([Skip(), Standard()]), "top"), "view 'per-layer': .* stands alone, and so does 'mix'"),
+        (lambda: PerLayer({"view": "yarn"}), "'yarn' is a rescaling; a view is one of"),
+        (lambda: PosAug(granularity="row"), "granularity must be one of"),
+        (lambda: PosAug(Cycling([1, 2]), "sample"), "law 'cycling' goes by steps, got granularity='sample'"),
+        (lambda: PosAug(Step(Cycling([1, 2])), "sample"), "law 'cycling' goes by steps, got granularity='sample'"),
+        (lambda: PosAug(Discrete([64.0])).check_length(2**19), "RoPE indices would reach"),
+        (lambda: PosAug().check_length(2**22), "RoPE indices would reach 33554424; at most 16777216"),
+        (lambda: PoSE(target=1), "target must be at least 2, got 1"),
+        (lambda: PoSE(target=9, chunks=1), "chunks must be at least 2, got 1"),
+        (lambda: PoSE(target=9, window=10), "window must not exceed target=9, got 10"),
+        (lambda: PoSE(target=90, window=9).check_length(10), "documents of 10 tokens must be cut to window=9 first"),
+        (lambda: PoSE(target=9).check_length(10), "documents of 10 tokens reach beyond target=9"),
+        (lambda: RPE(max_index=1), "max_index must be at least 2, got 1"),
+        (lambda: RPE(granularity="layer"), "granularity must be one of"),
+        (lambda: RPE(max_index=16).check_length(17), "documents of 17 tokens have no 17 different indices below"),
+        (
+            lambda: Skip(split=12).check_length(12),
+            "split must be below the number of tokens .*, got split=12",
+        ),
+        (lambda: Skip().check_length(2**24), "RoPE indices would reach 33554431"),
+        (lambda: Skip(skip=Linear(Uniform(), start=2**24)).check_length(21), "RoPE indices would reach 16777236"),
+        (lambda: Skip(Uniform(2)).affected_share(torch.tensor([1]), torch.tensor([9])), "does not know how often"),
+        (lambda: Cream(target=1), "target must be at least 2"),
+        (lambda: Cream(target=9, sigma=0.0), "sigma must be a finite number above 0"),
+        (lambda: Cream(target=9, sigma="3"), "sigma must be a finite number above 0, .*got '3'"),
+        (lambda: Cream(target=9).check_length(10), "documents of 10 tokens reach beyond target=9"),
+        (lambda: LongRecipe(target=9, sentence_ends=[]), "sentence_ends must be one or more token ids"),
+        (lambda: LongRecipe(target=9, sentence_ends="ab"), "sentence_ends must be one or more token ids"),
+        (lambda: LongRecipe(target=9, sentence_ends=[1.5]), "sentence_ends must be one or more token ids"),
+        (lambda: SENTENCES.check_length(401), "documents of 401 tokens reach beyond target=400"),
+        (lambda: SENTENCES.draw(torch.tensor([[5]]), key(1)), "goes by tokens, not by lengths alone"),
+        (lambda: patch_model(tiny(), "per-layer", view=SENTENCES), "cannot be drawn for each layer"),
+    ],
+)
+def test_what_a_view_cannot_do_is_said(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
