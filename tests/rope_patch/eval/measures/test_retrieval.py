@@ -88,7 +88,7 @@ def test_grids_asked_together_are_those_of_each_kind_alone_and_read_less(monkeyp
     model.model.layers[0].register_forward_hook(lambda *x: read.append(x[2].shape[:2].numel()))
     options = {"depths": (0.3, 0.8), "trials": 2, "progress": False}
     kinds = ("passkey", "multikey", "multivalue", "multiquery", "ordinal")
-    together = rope_patch.eval.measures.retrieval(model, TOKENIZER, TEXT, [900], kinds=kinds, **options)
+    together = rope_patch.eval.retrieval(model, TOKENIZER, TEXT, [900], kinds=kinds, **options)
     n_together = sum(read)
     read.clear()
     alone = {kind: niah(model, TOKENIZER, TEXT, [900], kind=kind, **options) for kind in kinds[1:]}
