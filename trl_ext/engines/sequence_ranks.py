@@ -65,8 +65,8 @@ class SequenceRanks:
         known = getattr(collator, "pad_to_multiple_of", None) or 1
         collator.pad_to_multiple_of = math.lcm(known, self.multiple)
 
-    def padded(self, batch: dict[str, Any]) -> None:
-        """Pad a batch on the right, in place, to a length that can be shared: rows may have been cut."""
+    def _pad(self, batch: dict[str, Any]) -> None:
+        """Pad a batch on the right, in place, to a length that the ranks can share."""
         rows, n = batch["input_ids"].shape
         missing = -n % self.multiple
         if not missing:
@@ -78,14 +78,17 @@ class SequenceRanks:
                 batch[name] = torch.nn.functional.pad(value, (0, missing), value=fill)
 
     def whole_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Token ids, labels, mask and positions of whole rows, which nothing changes later, from a step's batch.
+        """A copy of token IDs, labels, mask and positions of whole rows, from a batch of a step.
+
+        A batch of a ring is first padded on the right, in place, to a length that its ranks can share: a view may have
+        cut it.
 
         Raises:
-            ValueError: under the ring, rows hold several documents, are padded on the left, or have a length that its
-                ranks cannot share.
+            ValueError: rows of a ring hold several documents, or are padded on the left.
         """
         if self.engine == "sp":
             return self._gathered(batch)
+        self._pad(batch)
         self._check_ring_rows(batch)
         return {name: batch[name].clone() for name in _OF_ROWS if name in batch}
 
@@ -106,11 +109,6 @@ class SequenceRanks:
         ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         assert ids is not None
         rows, n = ids.shape
-        if n % self.multiple:
-            raise ValueError(
-                f"rows must have a multiple of {self.multiple} tokens for {self.size} ranks (cp_size), got {n}: pad "
-                "them in data_collator, or leave data_collator out, and TRL's pads them."
-            )
         documents = locate_documents(rows, n, ids.device, positions, mask)
         if int(documents.ordinal.max()) + 1 > rows:
             raise ValueError(

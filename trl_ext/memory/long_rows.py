@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging
 
@@ -27,7 +28,6 @@ from .step import MASKS_TO
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
-    from ..trainer.trainer import RopeSFTTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -66,28 +66,38 @@ class LongRowTraining:
 
 
 def plan_long_rows(
-    trainer: "RopeSFTTrainer", ranks: SequenceRanks | None, copy: CopiedTeacher | None
+    model: nn.Module,
+    args: "RopeSFTConfig",
+    train_dataset: Any,
+    accelerator: Accelerator,
+    *,
+    ranks: SequenceRanks | None = None,
+    teacher_copy: CopiedTeacher | None = None,
+    has_optimizer: bool = False,
 ) -> tuple[MemoryPlan, LongRowTraining | None]:
-    """Decide whether rows are long for the device, and say so.
+    """Decide whether rows are long for the device, and log it.
 
     Args:
-        trainer: its model is patched, and its optimizer not made yet unless the user has.
-        ranks: those that share each sequence.
-        copy: that teaches.
+        model: patched.
+        args: of the trainer; its optimizer becomes a paged one where only that fits.
+        train_dataset: as TRL has prepared it.
+        accelerator: of the trainer.
+        ranks: those that share each sequence, None if none do.
+        teacher_copy: a copy of the model that teaches.
+        has_optimizer: whether the user gave an optimizer, which then stays.
 
     Returns:
-        The plan, and what steps run inside of, None where nothing is to be done.
+        The plan, and the context that steps run in, None if they need none.
     """
-    model, args = trainer.model, trainer.args
-    rows = _row_length(args, trainer.train_dataset)
-    plan = plan_memory(model, args, rows, args.device, args.long_rows, Sharding.of(trainer.accelerator))
+    rows = _row_length(args, train_dataset)
+    plan = plan_memory(model, args, rows, args.device, args.long_rows, Sharding.of(accelerator))
     if args.process_index == 0:
         (logger.warning if plan.on else logger.info)(str(plan))
     if not plan.on and (not plan.mask_free or ranks is not None):
         return plan, None
-    if plan.on and trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
+    if plan.on and not has_optimizer:
         offload_optimizer(args, plan, args.device)
-    copies = [] if copy is None else [copy.copy]
+    copies = [] if teacher_copy is None else [teacher_copy.copy]
     return plan, LongRowTraining(model, plan, *copies, shared=ranks is not None)
 
 

@@ -38,14 +38,15 @@ def number_documents(
     return before[mine].tolist(), int(in_order.sum())
 
 
-def require_borders(batch: dict[str, Any], args: RopeSFTConfig) -> None:
-    """Raise ValueError if rows hold several documents, and a collator of the user's has dropped where they begin."""
+def require_borders(batches: list[dict[str, Any]], args: RopeSFTConfig) -> None:
+    """Raise ValueError if rows hold several documents, and a user's collator has dropped where they begin."""
     packs_documents = args.packing and args.packing_strategy != "wrapped"
-    if (packs_documents or args.padding_free) and "position_ids" not in batch:
-        raise ValueError(
-            "data_collator must keep position_ids when rows hold several documents: without them views would cross "
-            f"document borders. Got a batch with {sorted(batch)}. Use TRL's own collator."
-        )
+    for batch in batches if packs_documents or args.padding_free else ():
+        if "position_ids" not in batch:
+            raise ValueError(
+                "data_collator must keep position_ids when rows hold several documents: without them views would cross "
+                f"document borders. Got a batch with {sorted(batch)}. Use TRL's own collator."
+            )
 
 
 def cut_documents(batches: list[dict[str, Any]], trainer_view: TrainerView, state: TrainerState) -> bool:
