@@ -29,15 +29,15 @@ def require_utf8(rows: Any) -> None:
 
 def unreadable(names: Sequence[Any], error: Exception) -> ValueError:
     """The error for text that cannot be read; `names` are its files, as `data_files` takes them, or data sets."""
-    said = [name for named in names for name in _each(named)]
-    files = [Path(file) for name in said for file in sorted(glob(name))]
+    sources = [name for named in names for name in _each(named)]
+    files = [Path(file) for name in sources for file in sorted(glob(name))]
     why = str(error.__cause__ or error)
     place = ""
     if "JSON parse error" in why:
         place = next(filter(None, map(_wrong_line, files)), "")
     elif "to null" in why and files:
         place = _empty_column(files)
-    return ValueError(f"the text in {', '.join(said)} cannot be read: {why.rstrip('.')}{place}.")
+    return ValueError(f"the text in {', '.join(sources)} cannot be read: {why.rstrip('.')}{place}.")
 
 
 def _each(named: Any) -> Iterator[str]:
@@ -63,7 +63,7 @@ def _empty_column(files: Sequence[Path]) -> str:
     """The first column without a value in the first file and with values in another."""
     first, *others = map(_has_values, files)
     for name in (name for name, has_values in first.items() if not has_values):
-        if any(of_file.get(name) for of_file in others):
+        if any(has_values.get(name) for has_values in others):
             return (
                 f": the column {name} has no value in {files[0]}, and the first file decides the types of all. Name a "
                 "file first in which it has one, or leave the column out of all of them"

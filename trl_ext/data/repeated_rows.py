@@ -28,5 +28,5 @@ def without_repeated(
     kept = min(max(state.remainder - reader * batch_size, 0), batch_size)
     if kept == 0:
         return {**inputs, "labels": torch.full_like(inputs["labels"], -100)}, True
-    of_rows = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and len(v) == rows}
-    return {**inputs, **{name: value[:kept] for name, value in of_rows.items()}}, False
+    tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and len(v) == rows}
+    return {**inputs, **{name: value[:kept] for name, value in tensors.items()}}, False

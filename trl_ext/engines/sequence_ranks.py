@@ -154,17 +154,17 @@ class SequenceRanks:
         finally:
             state.shard = None
 
-    def sampler_order(self, of_ranks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sampler_order(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each number of the micro-batches of a step once, in the order in which one rank alone would read them.
 
         Args:
-            of_ranks: [ranks, micro-steps], alike on the ranks of a sequence.
+            numbers: [ranks, micro-steps], alike on the ranks of a sequence.
 
         Returns:
             The numbers, [groups * micro-steps], and where among them are those of this rank's micro-batches.
         """
-        of_groups = of_ranks[:: self.size]
-        n_groups, n_micro = of_groups.shape
+        by_group = numbers[:: self.size]
+        n_groups, n_micro = by_group.shape
         micro, group = torch.arange(n_micro)[None], torch.arange(n_groups)[:, None]
         if self.engine == "sp":  # a turn of `size` micro-steps shares out what each rank of the group has read
             turn, within = micro // self.size, micro % self.size
@@ -175,18 +175,18 @@ class SequenceRanks:
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
         mine = rank.view(n_groups, n_micro)[self.accelerator.process_index // self.size]
-        return of_groups.flatten()[order], mine
+        return by_group.flatten()[order], mine
 
-    def gather_of_rings(self, of_documents: torch.Tensor) -> torch.Tensor:
+    def gather_of_rings(self, values: torch.Tensor) -> torch.Tensor:
         """What rings have for their documents, [documents of all rings], alike on the ranks of a ring, [documents].
 
         As accelerate's `gather_for_metrics`, which takes each rank for one with documents of its own: those that were
         repeated to fill the last batches of a set are left out.
         """
-        of_ranks: torch.Tensor = self.accelerator.gather(of_documents)
-        of_rings = of_ranks.view(-1, self.size, len(of_documents))[:, 0].flatten()
+        numbers: torch.Tensor = self.accelerator.gather(values)
+        by_ring = numbers.view(-1, self.size, len(values))[:, 0].flatten()
         state = self.accelerator.gradient_state
-        return of_rings[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else of_rings
+        return by_ring[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else by_ring
 
     def sum_over(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of a sequence, without gradient."""

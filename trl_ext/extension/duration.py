@@ -76,11 +76,11 @@ def _has_windows(size: ModelSize, length: int) -> bool:
 def step_calls(size: ModelSize, step: Step) -> float:
     """Operations that one row starts one by one."""
     forwards = 1 + step.checkpointing + step.teacher + 2  # backward starts as many as two
-    of_layer = forwards * (_CALLS + (_ADAPTER_CALLS if step.train == "lora" else 0))
+    layer_operations = forwards * (_CALLS + (_ADAPTER_CALLS if step.train == "lora" else 0))
     blocks = 0.0
     if _has_windows(size, step.row_length) and step.row_length >= MASKS_TO:
         blocks = (size.n_layers - size.n_full) * forwards * _BLOCK_CALLS * step.row_length / size.block
-    return float(size.n_layers * (of_layer + (_CHECKPOINT_CALLS if step.checkpointing else 0)) + blocks)
+    return float(size.n_layers * (layer_operations + (_CHECKPOINT_CALLS if step.checkpointing else 0)) + blocks)
 
 
 def forward_calls(size: ModelSize) -> float:

@@ -173,7 +173,7 @@ class _Run:
 
     def go(self, dry_run: bool) -> Extended | ExtensionPlan:
         """Do what is not done yet."""
-        plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.said)
+        plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.source)
         if dry_run:
             return plan
         require_report(self.options.folder / "report")
@@ -208,7 +208,7 @@ class _Run:
                 self._require_exported(f"model-{target}", folder, model)
                 served[target] = run(f"model-{target}", lambda f=folder, t=target: self._export(model, f, t))  # type: ignore[misc]
         results = measuring.together(before, after)
-        settings = {"model": self.facts.said, "data": ", ".join(options.data), "measured on": self.texts.said}
+        settings = {"model": self.facts.full_name, "data": ", ".join(options.data), "measured on": self.texts.source}
         settings |= installed_versions("trl")
         page = measuring.report(results, root / "report", self.facts.name, self.eval_plan, self.choices, settings)
         window = self.facts.window
@@ -229,7 +229,7 @@ class _Run:
         results = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, device, cache)
         free_memory()
         if label == measuring.BEFORE:  # those of both are told at the end
-            for line in measuring.told(results, self.facts.window):
+            for line in measuring.lines(results, self.facts.window):
                 self.tell(line)
             minutes = (time.perf_counter() - begin) / 60
             self.tell(f"  That took {minutes:.1f} minutes, and measuring again at the end takes about as long.")
@@ -317,7 +317,7 @@ class _Run:
             raise ValueError(f"--lengths {' '.join(map(str, self.eval_plan.lengths))}: {error}") from error
 
     def _tell_resumed(self) -> None:
-        said = {
+        stages = {
             "before": "measuring the model as it is",
             "rows": "making training rows",
             "train": "training",
@@ -325,8 +325,8 @@ class _Run:
             "after": "measuring it again",
             **{f"model-{t}": f"exporting for {t}" for t in self.options.targets if t != "transformers"},
         }
-        done = [words for name, words in said.items() if self.stages.is_done(name)]
-        left = [words for name, words in said.items() if not self.stages.is_done(name)]
+        done = [words for name, words in stages.items() if self.stages.is_done(name)]
+        left = [words for name, words in stages.items() if not self.stages.is_done(name)]
         if left:
             self.tell(
                 f"This resumes what was begun in {self.options.folder}. Done, and not done again: "

@@ -69,7 +69,7 @@ class ModelFacts:
         except OSError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"{_said(name, revision)} is no folder with a checkpoint, and from the hub: {reason}"
+                f"{_full_name(name, revision)} is no folder with a checkpoint, and from the hub: {reason}"
             ) from error
         text = config.get_text_config(decoder=True)
         window = getattr(text, "max_position_embeddings", None)
@@ -82,10 +82,10 @@ class ModelFacts:
         return cls(name, config, tokenizer, window, dtype, revision, commit)
 
     @property
-    def said(self) -> str:
+    def full_name(self) -> str:
         """Name and revision, in words."""
         moves = self.revision is not None and self.commit not in (None, self.revision)
-        return _said(self.name, self.revision) + (f", commit {self.commit}" if moves else "")
+        return _full_name(self.name, self.revision) + (f", commit {self.commit}" if moves else "")
 
     @property
     def base_revision(self) -> str | None:
@@ -160,5 +160,5 @@ class ModelFacts:
         ]
 
 
-def _said(name: str, revision: str | None) -> str:
+def _full_name(name: str, revision: str | None) -> str:
     return name if revision is None else f"{name} at revision {revision}"

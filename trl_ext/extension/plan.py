@@ -20,7 +20,7 @@ _WIDTH = 110  # characters of a line
 _PATIENCE = 60  # minutes
 _FEW_STEPS = 10
 _ANSWERS = {"cuda": 8.0, "cpu": 0.0}  # seconds a length: graphs for answers, and writing them (SmolLM2, one H200)
-_SAID = {
+_PARTS = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer's averages",
@@ -97,7 +97,7 @@ class ExtensionPlan:
     def __str__(self) -> str:
         device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
         lines = [
-            f"The model: {self.facts.said}",
+            f"The model: {self.facts.full_name}",
             *(f"  {line}" for line in self.facts.lines()),
             "",
             f"What will be done to reach {self.options.to:,} positions, and why",
@@ -111,7 +111,7 @@ class ExtensionPlan:
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             f"Memory at the peak of a step, in GiB, on {device}:",
             *(
-                f"  {getattr(self.memory, part.name) / GIB:8.2f}  {_SAID[part.name]}"
+                f"  {getattr(self.memory, part.name) / GIB:8.2f}  {_PARTS[part.name]}"
                 for part in fields(self.memory)
                 if getattr(self.memory, part.name)
             ),

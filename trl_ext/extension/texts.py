@@ -18,12 +18,12 @@ class Texts:
     Args:
         train: to train on.
         held_out: to measure on, the longest first.
-        said: where those come from, in words.
+        source: of those, in words.
     """
 
     train: list[str]
     held_out: list[str]
-    said: str
+    source: str
 
 
 def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: int) -> Texts:
@@ -53,18 +53,18 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         return Texts(texts, held_out, f"{', '.join(options.held_out)}, which you named{cut}")
     if len(texts) == 1:
         last = len(texts[0]) - len(texts[0]) // _EVERY
-        others, held_out, said = [texts[0][:last]], [texts[0][last:]], "the last tenth of --data"
+        others, held_out, source = [texts[0][:last]], [texts[0][last:]], "the last tenth of --data"
     else:
         held_out = _longest_first(texts[::_EVERY])
         measured = set(held_out)
         others = [text for i, text in enumerate(texts) if i % _EVERY and text not in measured]
         n_copies = len(texts) - len(others) - len(held_out)
         copies = f" with its {n_copies} cop{'y' if n_copies == 1 else 'ies'}" if n_copies else ""
-        said = f"every {_EVERY}th document of --data{copies}"
+        source = f"every {_EVERY}th document of --data{copies}"
     try:
         text_rows(facts.tokenizer, others, seq_len=row_length, n_rows=1)
         held_out, cut = _measurable(facts, held_out, options.to, n_rows)
-        return Texts(others, held_out, f"{said}, which is not trained on{cut}")
+        return Texts(others, held_out, f"{source}, which is not trained on{cut}")
     except ValueError:  # too little is left of one of the two
         sources = (file.read_text(encoding="utf-8", errors="replace") for file in standard_library_files())
         trained = set(texts)  # --data may be these sources

@@ -124,7 +124,7 @@ class _Progress(TrainerCallback):
         self.rows_per_step = rows_per_step
         self.bar = tqdm(total=n_rows, unit="row", dynamic_ncols=True)
         self.began: tuple[int, float] | None = None
-        self.told = False
+        self.is_told = False
 
     def close(self) -> None:
         """End the bar, also of a training that was stopped, which would be drawn again behind what is said then."""
@@ -143,11 +143,11 @@ class _Progress(TrainerCallback):
         self._move_to(self._rows_of(state.global_step))
         if self.began is None:  # the first step compiles, and plans its attention
             self.began = state.global_step, time.perf_counter()
-        elif not self.told and self.began[0] + 2 <= state.global_step < state.max_steps:
+        elif not self.is_told and self.began[0] + 2 <= state.global_step < state.max_steps:
             each = (time.perf_counter() - self.began[1]) / (state.global_step - self.began[0])
             left = (state.max_steps - state.global_step) * each / 60
             self.tell(f"By the first steps training takes {left:.1f} minutes more.")
-            self.told = True
+            self.is_told = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:

@@ -54,8 +54,8 @@ def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
     """
     dtype = torch.float32 if device == "cpu" else facts.dtype
     size = facts.size
-    of_layer = size.in_layers // size.n_layers
-    n_layers = min(size.n_layers, max(_WEIGHTS // (of_layer * dtype.itemsize), 1))
+    layer_size = size.in_layers // size.n_layers
+    n_layers = min(size.n_layers, max(_WEIGHTS // (layer_size * dtype.itemsize), 1))
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(_with_layers(facts.config, n_layers), dtype=dtype)
     model.eval()
@@ -65,7 +65,7 @@ def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
     while True:
         try:
             head = size.vocabulary * size.hidden
-            share = (size.in_layers + head) / (n_layers * of_layer + head)
+            share = (size.in_layers + head) / (n_layers * layer_size + head)
             return share * _timed(model, rows, min(_BEGUN, facts.window // 2), size.vocabulary)
         except torch.OutOfMemoryError:
             if rows == 1:

@@ -149,8 +149,8 @@ def plan_memory(
     may_be_long = row_length is None or row_length >= MASKS_TO
     mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
     # engines that split weights compute with them in 16 bits
-    of_layer = replace(step, weight_bytes=2) if step.autocast and sharding.weights > 1 else step
-    layer, in_tiles = _layer_bytes(model, args, size, of_layer, held.at_once * tokens, sharding, mask_free=mask_free)
+    layer_step = replace(step, weight_bytes=2) if step.autocast and sharding.weights > 1 else step
+    layer, in_tiles = _layer_bytes(model, args, size, layer_step, held.at_once * tokens, sharding, mask_free=mask_free)
     state = step.weight_bytes * size.hidden
     checkpoint = int(held.graphs * tokens * state)
     kept = checkpoint if args.gradient_checkpointing else int(held.graphs * tokens * saved_of_layer(size, step))

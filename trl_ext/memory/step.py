@@ -83,7 +83,7 @@ class ModelSize:
         queries = config.num_attention_heads * head_dim
         keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
         norms = _norms(decoder)
-        of_hidden = sum(size == config.hidden_size for name, size in norms if name not in _HEAD_NORMS)
+        hidden_norms = sum(size == config.hidden_size for name, size in norms if name not in _HEAD_NORMS)
         has_head_norms = any(name in _HEAD_NORMS for name, _ in norms)
         return cls(
             parameters=in_layers + ends,
@@ -94,7 +94,7 @@ class ModelSize:
             n_full=n_full,
             sliding_window=(getattr(config, "sliding_window", None) or 0) if n_full < len(types) else 0,
             hidden=config.hidden_size,
-            norms=of_hidden // config.num_hidden_layers,  # the last one stands behind the layers
+            norms=hidden_norms // config.num_hidden_layers,  # the last one stands behind the layers
             normed=queries + keys if has_head_norms else 0,
             intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             queries=queries,

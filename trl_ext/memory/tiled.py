@@ -20,7 +20,7 @@ from rope_patch.rope.rotary import find_decoder, text_modules
 TILE = 4096
 """Tokens that pass through at once: enough to keep a GPU busy, at 128 MiB for each 16-bit copy of 16384 channels."""
 
-_OF_TOKENS = ("MLP", "RMSNorm", "LayerNorm")  # how classes are called whose outputs depend on one token each
+_PER_TOKEN = ("MLP", "RMSNorm", "LayerNorm")  # how classes are called whose outputs depend on one token each
 
 
 def tiled_modules(model: nn.Module) -> list[nn.Module]:
@@ -32,8 +32,8 @@ def tiled_modules(model: nn.Module) -> list[nn.Module]:
     found = []
     for _, module in text_modules(find_decoder(model)):
         kind = type(module)
-        of_tokens = kind.__name__.endswith(_OF_TOKENS) and _takes_one_tensor(kind)
-        if (of_tokens or _is_adapted(module)) and not _is_partitioned(module):
+        is_per_token = kind.__name__.endswith(_PER_TOKEN) and _takes_one_tensor(kind)
+        if (is_per_token or _is_adapted(module)) and not _is_partitioned(module):
             found.append(module)
     return found
 
@@ -195,7 +195,7 @@ class _Draws:
     """The state of the random generators at a forward, for drawing the same in backward."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.device_type, self.of_cpu = x.device.type, torch.get_rng_state()
+        self.device_type, self.cpu_state = x.device.type, torch.get_rng_state()
         self.devices, self.states = get_device_states(x)
 
     @contextmanager
@@ -203,7 +203,7 @@ class _Draws:
         """Draw as the forward did; afterwards generators go on as if nothing had been drawn."""
         kind = self.device_type if self.devices else "cuda"
         with torch.random.fork_rng(self.devices, device_type=kind):
-            torch.set_rng_state(self.of_cpu)
+            torch.set_rng_state(self.cpu_state)
             if self.devices:
                 set_device_states(self.devices, self.states, device_type=kind)
             yield

@@ -85,8 +85,8 @@ class NativeObjective(Objective):
         if self.forward_loss.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
             # where running text is read too, other tokens have such values as well
-            of_labels = {name: values.double().masked_fill(~tape.has_label, 0) for name, values in sums.items()}
-            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in of_labels.items()}
+            at_labels = {name: values.double().masked_fill(~tape.has_label, 0) for name, values in sums.items()}
+            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in at_labels.items()}
         if self.forward_loss.reads_text:
             parts["text_ce"] = rows.ce.double().sum(), batch_counts["next"]
         return tape.loss, parts

@@ -135,8 +135,8 @@ class SelfDistillOptions(WeighedTokens, ViewConsistency):
         return (papers.RPSD, *super().cited(), *(() if self.restore is None else self.restore.cited()))
 
     def record(self) -> dict[str, Any]:
-        of_memory = ("passes", "max_copies")
-        options = {name: value for name, value in super().record().items() if name not in of_memory}
+        memory_options = ("passes", "max_copies")
+        options = {name: value for name, value in super().record().items() if name not in memory_options}
         return {**options, "restore": None if self.restore is None else self.restore.record()}
 
 

@@ -27,8 +27,8 @@ class StepMeans:
             total = total.detach().double()
             # of a number a fill, where a copy to the GPU would wait
             counted = count.to(total) if isinstance(count, torch.Tensor) else torch.full_like(total, count)
-            of_batch = torch.stack([total, counted])
-            self._sums[name] = self._sums[name] + of_batch if name in self._sums else of_batch
+            sum_and_count = torch.stack([total, counted])
+            self._sums[name] = self._sums[name] + sum_and_count if name in self._sums else sum_and_count
 
     def take(self) -> dict[str, float]:
         """Mean of each quantity over all ranks, without those that nothing was found of, and start anew.

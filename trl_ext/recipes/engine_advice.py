@@ -45,7 +45,7 @@ class EngineNeed:
 
 
 def engine_needs(
-    model: nn.Module, training: Any, n_gpus: int, device: torch.device, of_row: int | None = None
+    model: nn.Module, training: Any, n_gpus: int, device: torch.device, gpus_per_row: int | None = None
 ) -> list[EngineNeed]:
     """Needs of each engine on so many GPUs, the one with the least communication first.
 
@@ -54,13 +54,13 @@ def engine_needs(
         training: a `RopeSFTConfig` with max_length.
         n_gpus: GPUs in all, of one host.
         device: that trains.
-        of_row: GPUs that share a row; None for all.
+        gpus_per_row: GPUs that share a row; None for all.
     """
     needs = []
     may_be_long = training.long_rows != "off" and training.gradient_checkpointing
     host = host_memory() // n_gpus
     for config in ("ddp", "zero2", "fsdp2", "fsdp2-cp") if n_gpus > 1 else ("ddp",):
-        sharding = Sharding.of_config(config, n_gpus, of_row)
+        sharding = Sharding.of_config(config, n_gpus, gpus_per_row)
         plan = plan_memory(model, training, training.max_length, device, training.long_rows, sharding, host)
         refused = why_not_shared(model, training, "cp", sharding.row) if sharding.ring else None
         long = plan.needed_when_on if may_be_long else plan.needed
@@ -76,7 +76,7 @@ def engine_advice(
     n_gpus: Sequence[int],
     *,
     attention: str | None = None,
-    of_row: int | None = None,
+    gpus_per_row: int | None = None,
     available: int | None = None,
 ) -> str:
     """A table of what each engine needs on so many GPUs, and which one to take.
@@ -88,7 +88,7 @@ def engine_advice(
         dtype: of the weights; None is float32, as TRL loads them.
         n_gpus: numbers of GPUs to look at, rising.
         attention: implementation that the model is loaded with; None for Transformers' choice.
-        of_row: GPUs that share a row under "fsdp2-cp"; None for all.
+        gpus_per_row: GPUs that share a row under "fsdp2-cp"; None for all.
         available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
@@ -103,10 +103,10 @@ def engine_advice(
         train_qkv_only(model)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    needs = [need for n in n_gpus for need in engine_needs(model, training, n, device, of_row)]
+    needs = [need for n in n_gpus for need in engine_needs(model, training, n, device, gpus_per_row)]
     tokens = training.per_device_train_batch_size * training.max_length
     most = max(n_gpus) if available is None else available
-    reasons = [why_not_shared(model, training, "sp", of_row or n) for n in n_gpus if n > 1]
+    reasons = [why_not_shared(model, training, "sp", gpus_per_row or n) for n in n_gpus if n > 1]
     ulysses = reasons[0] if reasons and all(reasons) else None
     return _table(needs, tokens, device_memory(device) if has_gpu else None, most, ulysses)
 

@@ -75,11 +75,11 @@ class Trained:
     stages: dict[str, Figures]
 
     def __str__(self) -> str:
-        told = [f"{self.folder}: {sum(one.tokens for one in self.stages.values()):,} tokens"]
+        lines = [f"{self.folder}: {sum(one.tokens for one in self.stages.values()):,} tokens"]
         for name, one in self.stages.items():
             loss = "" if one.loss is None else f", loss {one.loss:.3f} at the end"
-            told.append(f"  {name or 'training'}: {one.steps} steps{loss}")
-        return "\n".join(told)
+            lines.append(f"  {name or 'training'}: {one.steps} steps{loss}")
+        return "\n".join(lines)
 
 
 def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Trained:
@@ -373,14 +373,14 @@ def _model(stage: Stage, begun: Mapping[str, Any]) -> tuple[Any, dict[str, Any] 
 
 
 def plan_recipe(
-    arguments: Sequence[str], n_gpus: Sequence[int], of_row: int | None = None, available: int | None = None
+    arguments: Sequence[str], n_gpus: Sequence[int], gpus_per_row: int | None = None, available: int | None = None
 ) -> str:
     """What each engine needs for the training of a recipe on so many GPUs, of each stage; nothing is loaded or written.
 
     Args:
         arguments: as of `fine_tune_recipe`.
         n_gpus: numbers of GPUs to look at, rising.
-        of_row: GPUs that share a row; None for all.
+        gpus_per_row: GPUs that share a row; None for all.
         available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
@@ -403,7 +403,7 @@ def plan_recipe(
             loading["dtype"],
             n_gpus,
             attention=loading["attn_implementation"],
-            of_row=of_row,
+            gpus_per_row=gpus_per_row,
             available=available,
         )
         plans.append(f"{stage.name}:\n{plan}" if stage.name else plan)
@@ -441,8 +441,9 @@ def require_model(model: ModelConfig, revision: str | None = None, trust_remote_
     require_tokenizer(model.model_name_or_path, "model_name_or_path")
     if model.use_peft:
         return config
-    of_adapters = [f for f in fields(ModelConfig) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]
-    changed = [f.name for f in of_adapters if getattr(model, f.name) != f.default]
+    of_peft = ("use_rslora", "use_dora")
+    adapter_fields = [f for f in fields(ModelConfig) if f.name.startswith("lora_") or f.name in of_peft]
+    changed = [f.name for f in adapter_fields if getattr(model, f.name) != f.default]
     if changed:
         raise ValueError(f"{' and '.join(changed)} would have no effect: add use_peft: true, which trains adapters.")
     return config

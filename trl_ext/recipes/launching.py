@@ -71,7 +71,7 @@ class Launch:
         Raises:
             ValueError: a flag lacks its value, is no number where one is needed, or stands without --accelerate_config.
         """
-        said: dict[str, str] = {}
+        values: dict[str, str] = {}
         rest: list[str] = []
         left = [part for argument in arguments for part in _split(argument)]
         while left:
@@ -81,13 +81,13 @@ class Launch:
             elif not left:
                 raise ValueError(f"{flag} needs a value.")
             else:
-                said[flag] = left.pop(0)
-        if not said:
+                values[flag] = left.pop(0)
+        if not values:
             return None, rest
-        if _FLAGS[0] not in said:
-            raise ValueError(f"{next(iter(said))} belongs to --accelerate_config NAME: {', '.join(config_names())}.")
-        numbers = {flag: _number(flag, said[flag]) for flag in _FLAGS[1:] if flag in said}
-        return cls(said[_FLAGS[0]], *(numbers.get(flag) for flag in _FLAGS[1:])), rest
+        if _FLAGS[0] not in values:
+            raise ValueError(f"{next(iter(values))} belongs to --accelerate_config NAME: {', '.join(config_names())}.")
+        numbers = {flag: _number(flag, values[flag]) for flag in _FLAGS[1:] if flag in values}
+        return cls(values[_FLAGS[0]], *(numbers.get(flag) for flag in _FLAGS[1:])), rest
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run `rope-patch ARGUMENTS` so, and return its exit status; what made a rank fail is printed last.
@@ -161,10 +161,8 @@ class Launch:
         else:
             sizes["dp_replicate_size"] = n // shared
         defaults = {"dp_replicate_size": 1, "dp_shard_size": 1, "tp_size": 1, "cp_size": 1, "sp_size": 1}
-        of_engine = {} if engine == "cp" else {"sp_backend": "deepspeed", "sp_attn_implementation": "sdpa"}
-        return {
-            "parallelism_config": {f"parallelism_config_{k}": v for k, v in {**defaults, **sizes, **of_engine}.items()}
-        }
+        extra = {} if engine == "cp" else {"sp_backend": "deepspeed", "sp_attn_implementation": "sdpa"}
+        return {"parallelism_config": {f"parallelism_config_{k}": v for k, v in {**defaults, **sizes, **extra}.items()}}
 
 
 def _launch(arguments: list[str], failures: Path) -> None:

@@ -62,8 +62,8 @@ class Stage:
     def loading(self) -> dict[str, Any]:
         """Arguments of `from_pretrained`."""
         given: Any = self.training.model_init_kwargs or {}  # parsed from JSON by now
-        of_model = {"revision": self.model.model_revision, "attn_implementation": self.model.attn_implementation}
-        return {**of_model, "dtype": self.model.dtype, **given}
+        model_options = {"revision": self.model.model_revision, "attn_implementation": self.model.attn_implementation}
+        return {**model_options, "dtype": self.model.dtype, **given}
 
 
 def read_stages(
@@ -203,9 +203,9 @@ def _require_no_evaluation(training: RopeSFTConfig, data: DatasetMixtureConfig) 
     """Raise ValueError for a field that is of evaluations alone, of which a run with `eval_strategy` "no" has none."""
     if training.eval_strategy != "no":
         return
-    of_evaluation = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
+    evaluation_options = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
     default = {field.name: field.default for field in fields(training)}
-    without_effect = [name for name in of_evaluation if getattr(training, name) != default[name]]
+    without_effect = [name for name in evaluation_options if getattr(training, name) != default[name]]
     if training.load_best_model_at_end:
         without_effect.append("load_best_model_at_end")
     if data.test_split_size:

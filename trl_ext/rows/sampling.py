@@ -156,10 +156,10 @@ def sampled_chats(
         while len(waiting) < rows:
             waiting.append(next(asked))
         prompts = waiting[:rows]
-        said = sampler.sample(prompts, max_reply_tokens, turns.ends_of_reply, "replies")
+        replies = sampler.sample(prompts, max_reply_tokens, turns.ends_of_reply, "replies")
         del waiting[:rows]  # not before, as memory may run out
         chats = []
-        for prompt, ids in zip(prompts, said, strict=True):
+        for prompt, ids in zip(prompts, replies, strict=True):
             end = first_end(ids, turns.ends_of_reply)
             if (end is None and not keep_unfinished) or special & set(ids[:end]):
                 continue

@@ -14,7 +14,7 @@ def require_template(tokenizer: Any, remedy: str) -> None:
 
 
 @dataclass(frozen=True)
-class Turns:
+class ChatTurns:
     """What stands before each question and each answer of a row.
 
     Args:
@@ -28,12 +28,12 @@ class Turns:
     before_answer: tuple[str, ...]
 
     @classmethod
-    def raw(cls, tokenizer: Any, n: int) -> "Turns":
+    def raw(cls, tokenizer: Any, n: int) -> "ChatTurns":
         """Lines of running text, for `n` questions."""
         return cls(SpecialTokens.of(tokenizer).begin, ("\n",) * n, (" ",) * n)
 
     @classmethod
-    def chat(cls, tokenizer: Any, n: int) -> "Turns":
+    def chat(cls, tokenizer: Any, n: int) -> "ChatTurns":
         """Turns of one chat, for `n` questions, as the tokenizer's template writes them before its last answer.
 
         Raises:

@@ -42,9 +42,9 @@ def with_base_revision(peft_config: Any, revision: str | None) -> Any:
     """
     if peft_config is None or revision in (None, "main"):
         return peft_config
-    told = copy.copy(peft_config)
-    told.revision = revision
-    return told
+    named = copy.copy(peft_config)
+    named.revision = revision
+    return named
 
 
 def patch_by_config(model: nn.Module, args: RopeSFTConfig, train_dataset: Any) -> None:

@@ -116,7 +116,7 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
     attends = bool(getattr(options, "attention", 0.0))
     attention = attention_name(causal_lm)
-    of_whole_rows = {
+    common_reasons = {
         f"objective {args.objective!r} does not say that it can (`shares_sequences`)": not objective_of(
             args
         ).shares_sequences,
@@ -127,7 +127,7 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
         f"attention=... of objective_args needs {n_heads} and {n_kv_heads} heads to be multiples of that": attends
         and bool(n_heads % size or n_kv_heads % size),
     }
-    of_ring = {
+    ring_reasons = {
         "padding_free rows hold several documents, which a ring does not keep apart": args.padding_free,
         "packed rows hold several documents, which a ring does not keep apart": args.packing
         and args.packing_strategy != "wrapped",
@@ -136,13 +136,13 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
         ),
         f"attention is {attention}, where a ring is one of sdpa": attention != "sdpa",
     }
-    of_ulysses = {
+    ulysses_reasons = {
         "attention with dropout would take a teacher's for an evaluation, which Ulysses does not split": bool(
             getattr(config, "attention_dropout", 0.0)
         ),
         f"view {view.name!r} with {view.cuts} cuts rows, which Ulysses has split before": view.cuts is not None,
     }
-    reasons = of_whole_rows | (of_ring if engine == "cp" else of_ulysses)
+    reasons = common_reasons | (ring_reasons if engine == "cp" else ulysses_reasons)
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 

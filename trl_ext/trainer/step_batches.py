@@ -85,10 +85,10 @@ def total_counts(
         over_all_ranks: whether losses are divided by counts of all ranks (`average_tokens_across_devices`).
     """
     names = list(counts[0])
-    of_rank = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
-    totals = accelerator.reduce(of_rank, reduction="sum")
+    own_counts = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
+    totals = accelerator.reduce(own_counts, reduction="sum")
     if ranks is not None:  # each of which has counted whole rows
         totals = totals // ranks.size
-    chosen = totals if over_all_ranks else of_rank
+    divisors = totals if over_all_ranks else own_counts
     # a count may be 0, of one rank or of all: sums are 0 then too
-    return dict(zip(names, chosen.clamp(min=1).tolist(), strict=True))
+    return dict(zip(names, divisors.clamp(min=1).tolist(), strict=True))

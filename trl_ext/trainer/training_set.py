@@ -175,7 +175,7 @@ def with_masked_loss(args: RopeSFTConfig, *datasets: Any) -> RopeSFTConfig:
     """`args`, or a copy in which the loss is of completions, where the rows of one of `datasets` say what those are.
 
     TRL decides so by itself for prompts and completions, and would not read the mask of rows of token ids. It counts
-    every token of rows without a mask either way.
+    every token of rows without a mask either policy.
 
     Args:
         args: of the trainer.
@@ -246,13 +246,13 @@ def prepare_rows(
     as_it_is = copy.copy(args)
     as_it_is.max_length, as_it_is.shuffle_dataset = None, False
     tokenized = prepare(dataset, as_it_is, False)
-    way = _Way.of(args, tokenizer, packing, columns)
+    policy = LongDocumentPolicy.of(args, tokenizer, packing, columns)
     if isinstance(tokenized, IterableDataset):
-        return _prepare_stream(tokenized, name, args, way, lambda rows: prepare(*way.truncated(rows), packing))
+        return _prepare_stream(tokenized, name, args, policy, lambda rows: prepare(*policy.truncated(rows), packing))
     if not all(isinstance(tokenized.features[column], List | LargeList) for column in ("input_ids", "labels")):
         return prepare(tokenized, args, packing)
-    limit = args.max_length if way.truncates else None
-    survey = partial(Survey.of, special=way.special, labelled=way.labelled, joined=way.wraps)
+    limit = args.max_length if policy.truncates else None
+    survey = partial(Survey.of, special=policy.special, labelled=policy.labelled, joined=policy.wraps)
     documents = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
     _require_text_to_predict(documents.teaches, name)
     if not (documents.teaches & documents.teaches_kept).any():
@@ -264,7 +264,7 @@ def prepare_rows(
     left_out: list[str] = []
     untaught = ~documents.teaches
     if untaught.any():
-        (left_out if way.splits else notes).append(
+        (left_out if policy.splits else notes).append(
             f"{_count(untaught.sum(), 'document')} of {_count(documents.lengths[untaught].sum(), 'token')} "
             "without a token to predict (empty, one token, special tokens only, or all masked)"
         )
@@ -274,36 +274,36 @@ def prepare_rows(
             f"{_count(lost.sum(), 'document')} of {_count(documents.lengths[lost].sum(), 'token')} "
             "whose completion lies behind max_length"
         )
-    kept = ~(lost | untaught if way.splits else lost)
-    if way.splits and not kept.all():
+    kept = ~(lost | untaught if policy.splits else lost)
+    if policy.splits and not kept.all():
         tokenized = tokenized.select(np.flatnonzero(kept))
     lengths, masked = documents.lengths[kept], documents.masked[kept]
     longer = lengths > args.max_length if args.max_length is not None else np.zeros_like(masked)
-    cut = longer & way.cuts(masked)
+    cut = longer & policy.cuts(masked)
     if cut.any():
-        tokenized = way.cut(tokenized)
+        tokenized = policy.cut(tokenized)
         notes.append(f"{_count(cut.sum(), 'document')} longer than max_length cut into rows that are all read")
-        if (cut & (masked | way.whole)).any():
+        if (cut & (masked | policy.whole)).any():
             notes.append("also conversations, prompts and completions, whose later rows lack what came before")
         pieces = survey(tokenized)
         if not pieces.teaches.all():
             tokenized = tokenized.select(np.flatnonzero(pieces.teaches))
             tokens = pieces.lengths[~pieces.teaches].sum()
             left_out.append(f"{_count(tokens, 'token')} in rows of a cut document that have no token to predict")
-    truncated = longer & ~cut & way.truncates
+    truncated = longer & ~cut & policy.truncates
     if truncated.any():
         tokens = (lengths[truncated] - args.max_length).sum()
         left_out.append(
             f"{_count(tokens, 'token')} ({tokens / documents.tokens:.1%} of all) behind max_length in "
-            f"{_count(truncated.sum(), 'document')} ({way.remedy()})"
+            f"{_count(truncated.sum(), 'document')} ({policy.remedy()})"
         )
-    rows = prepare(*way.truncated(tokenized), packing)
-    if way.splits and way.wraps and (single := int((survey(rows).lengths == 1).sum())):
+    rows = prepare(*policy.truncated(tokenized), packing)
+    if policy.splits and policy.wraps and (single := int((survey(rows).lengths == 1).sum())):
         left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
     if args.process_index == 0 and not fills_rows:
         size = "" if args.max_length is None else f" of at most {args.max_length}"
         what = f"{name}: {_count(len(documents.lengths), 'document')} of {_count(documents.tokens, 'token')}"
-        notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *way.notes]
+        notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *policy.notes]
         logger.warning(f"{', '.join(notes)}. Left out: {'; '.join(left_out) or 'nothing'}.")
     return rows
 
@@ -324,7 +324,7 @@ def _prepare_packed(dataset: Any, name: str, args: RopeSFTConfig, prepare: Prepa
 
 
 @dataclass(frozen=True)
-class _Way:
+class LongDocumentPolicy:
     """What is done with documents longer than `max_length`."""
 
     args: RopeSFTConfig
@@ -335,7 +335,7 @@ class _Way:
     columns: tuple[str, ...]
 
     @classmethod
-    def of(cls, args: RopeSFTConfig, tokenizer: Any, packing: bool, columns: Sequence[str]) -> "_Way":
+    def of(cls, args: RopeSFTConfig, tokenizer: Any, packing: bool, columns: Sequence[str]) -> "LongDocumentPolicy":
         begin = _begin(tokenizer)
         if args.max_length is not None and args.max_length <= max(len(begin or ()), 1):
             raise ValueError(
@@ -428,13 +428,17 @@ class _Way:
 
 
 def _prepare_stream(
-    tokenized: IterableDataset, name: str, args: RopeSFTConfig, way: _Way, prepare: Callable[[Any], Any]
+    tokenized: IterableDataset,
+    name: str,
+    args: RopeSFTConfig,
+    policy: LongDocumentPolicy,
+    prepare: Callable[[Any], Any],
 ) -> Any:
-    """`prepare_rows` of a dataset that can be read once only: nothing of it is counted."""
-    cuts = args.max_length is not None and bool(way.cuts(np.zeros(1, dtype=bool)).any())
+    """`prepare_rows` of a stream, which can be read only once, so that nothing is counted."""
+    cuts = args.max_length is not None and bool(policy.cuts(np.zeros(1, dtype=bool)).any())
     if cuts:
-        tokenized = way.cut(tokenized)
-    taught = tokenized.filter(partial(_teaches, special=frozenset(way.special), labelled=way.labelled))
+        tokenized = policy.cut(tokenized)
+    taught = tokenized.filter(partial(_teaches, special=frozenset(policy.special), labelled=policy.labelled))
     if next(iter(taught), None) is None:
         _require_text_to_predict(np.zeros(0, dtype=bool), name)
     if args.process_index == 0:
@@ -442,14 +446,14 @@ def _prepare_stream(
         sentences = [f"{name} is a stream, whose documents and tokens are not counted"]
         if cuts:
             sentences.append(f"{longer} are cut into rows that are all read")
-        if way.truncates and (way.whole or not cuts):
-            sentences.append(f"{longer} are truncated, and what is behind is left out ({way.remedy()})")
-        elif way.truncates:
+        if policy.truncates and (policy.whole or not cuts):
+            sentences.append(f"{longer} are truncated, and what is behind is left out ({policy.remedy()})")
+        elif policy.truncates:
             sentences.append("Of those with masked labels what is behind max_length is left out")
-        if way.splits:
+        if policy.splits:
             sentences.append("Documents without a token to predict are left out")
-        logger.warning(". ".join([*sentences, *way.notes]) + ".")
-    return prepare(taught if way.splits else tokenized)
+        logger.warning(". ".join([*sentences, *policy.notes]) + ".")
+    return prepare(taught if policy.splits else tokenized)
 
 
 def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any) -> None:
