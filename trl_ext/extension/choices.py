@@ -260,7 +260,7 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
     return Choice(
         "objective",
         {"objective": "native-distill", "objective_args": keep},
-        "distillation from the original model on every token, plus a next-token loss of answers and, lighter, of all text",
+        "distillation from the original model on all tokens, and a next-token loss of answers and, less, of all text",
         "It keeps the model's own wording: its KL to the original is .13 nats, without a teacher .77. At least as many "
         "far answers are found without one: --objective native-distill --objective-args '{\"weight\": 0}'.",
         "measured",

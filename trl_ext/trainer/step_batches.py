@@ -1,4 +1,4 @@
-"""The micro-batches of an optimizer step: their documents, numbered over all ranks, and what losses are divided by."""
+"""The micro-batches of an optimizer step: numbering their documents over all ranks, and counts that divide losses."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ WHOLE_ROWS = "rope_whole_rows"
 def number_documents(
     batches: list[dict[str, Any]], accelerator: Accelerator, device: torch.device, ranks: SequenceRanks | None
 ) -> tuple[list[int], int]:
-    """How many documents of all ranks come before those of each batch, and how many there are in all.
+    """The number of documents, over all ranks, before each batch, and their total.
 
     Args:
         batches: of whole rows.
@@ -50,7 +50,7 @@ def require_borders(batches: list[dict[str, Any]], args: RopeSFTConfig) -> None:
 
 
 def cut_documents(batches: list[dict[str, Any]], trainer_view: TrainerView, state: TrainerState) -> bool:
-    """Let a view that keeps a part of long documents take it, in place; whether there were any."""
+    """Cut long documents to the part that the view keeps, in place; returns whether there were any."""
     assert trainer_view.source is not None
     view = trainer_view.source.view
     if view.cuts is None:
@@ -75,7 +75,7 @@ def total_counts(
     *,
     over_all_ranks: bool,
 ) -> dict[str, int]:
-    """What the sums of losses of an optimizer step are divided by, at least 1 each.
+    """The divisors of the summed losses of an optimizer step, at least 1 each.
 
     Args:
         counts: of each micro-batch, of whole rows.
@@ -87,8 +87,8 @@ def total_counts(
     names = list(counts[0])
     own_counts = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
     totals = accelerator.reduce(own_counts, reduction="sum")
-    if ranks is not None:  # each of which has counted whole rows
+    if ranks is not None:  # ranks that share rows have each counted them whole
         totals = totals // ranks.size
     divisors = totals if over_all_ranks else own_counts
-    # a count may be 0, of one rank or of all: sums are 0 then too
+    # where a count is 0, so is the sum
     return dict(zip(names, divisors.clamp(min=1).tolist(), strict=True))

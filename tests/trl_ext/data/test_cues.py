@@ -294,9 +294,9 @@ def test_documents_with_cues_are_read_by_the_tokenizer_that_the_configuration_de
 def test_settings_that_token_ids_would_leave_out_go_with_no_cue(tmp_path):
     options = {"view": "endprompt", "view_args": {"target": 64}, "cue": CUE, "max_length": 32}
     chats = {"train_dataset": Dataset.from_dict(KINDS["messages"]), "processing_class": chatting()}
-    with pytest.raises(ValueError, match="cue goes without assistant_only_loss"):
+    with pytest.raises(ValueError, match="cue does not work with assistant_only_loss"):
         trainer(tmp_path, assistant_only_loss=True, **chats, **options)
-    with pytest.raises(ValueError, match="cue goes with a chat_template_path that is a file of a template"):
+    with pytest.raises(ValueError, match="cue needs a chat_template_path that is a template file"):
         trainer(tmp_path, chat_template_path="someone/model", **chats, **options)
 
 
@@ -304,7 +304,7 @@ def test_a_cue_and_a_formatting_func_are_refused_by_the_trainer(tmp_path):
     options = {"view": "endprompt", "view_args": {"target": 64}, "cue": CUE, "max_length": 32}
     args = RopeSFTConfig(tmp_path, long_documents="split", use_cpu=True, bf16=False, **options)
     texts = Dataset.from_dict(KINDS["text"])
-    with pytest.raises(ValueError, match="cue goes without formatting_func"):
+    with pytest.raises(ValueError, match="cue does not work with formatting_func"):
         RopeSFTTrainer(
             tiny(), args, train_dataset=texts, processing_class=tokenizer(), formatting_func=lambda row: row["text"]
         )
