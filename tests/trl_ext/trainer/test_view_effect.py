@@ -9,7 +9,7 @@ from support.training import documents, trainer
 
 from rope_patch.layout.document_lengths import document_lengths
 from rope_patch.views import Compose, Cyclic, EndPrompt, LongRecipe, Mix, PerLayer, PosAug, PoSE, Skip, Standard
-from trl_ext.data import training_set
+from trl_ext.trainer import training_set
 from trl_ext.trainer.training_set import document_tokens
 from trl_ext.trainer.view_effect import require_effect_on
 
