@@ -17,7 +17,7 @@ from rope_patch.rope.rotary import find_decoder
 
 Engine = Literal["cp", "sp"]
 
-_OF_ROWS = ("input_ids", "labels", "attention_mask", "position_ids")  # what whole rows are known by
+_OF_ROWS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SequenceRanks:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "SequenceRanks | None":
-        """Those of a trainer, None where each rank has sequences of its own."""
+        """The ranks of a trainer, None if each rank has sequences of its own."""
         parallelism: Any = getattr(accelerator, "parallelism_config", None)
         engines: tuple[Engine, ...] = ("cp", "sp")
         for engine in engines:
@@ -48,7 +48,7 @@ class SequenceRanks:
 
     @property
     def multiple(self) -> int:
-        """What the tokens of a row must be divisible by: a ring gives each rank two pieces, so that all work alike."""
+        """Rows must have a multiple of this many tokens; a ring gives each rank two pieces, to balance the work."""
         return 2 * self.size if self.engine == "cp" else self.size
 
     @property
@@ -61,7 +61,7 @@ class SequenceRanks:
         return groups._get_sequence_parallel_group()
 
     def pad_collator(self, collator: Any) -> None:
-        """Let TRL's collator pad rows to a length that can be shared."""
+        """Make TRL's collator pad rows to a length that the ranks can share."""
         known = getattr(collator, "pad_to_multiple_of", None) or 1
         collator.pad_to_multiple_of = math.lcm(known, self.multiple)
 
@@ -101,7 +101,7 @@ class SequenceRanks:
                 distributed.all_gather(parts, own, group=self.group)
                 whole[name] = torch.cat(parts, 1)
         next_labels = whole.pop("shift_labels")
-        # the first token's own label is predicted by nothing
+        # no token predicts the first one
         whole["labels"] = torch.nn.functional.pad(next_labels[:, :-1], (1, 0), value=-100)
         return whole
 
@@ -123,7 +123,7 @@ class SequenceRanks:
             )
 
     def ring_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A batch as the ring splits it: with the place of each token in its row as `position_ids`."""
+        """A batch for the ring, with the index of each token in its row as `position_ids`."""
         rows, n = inputs["input_ids"].shape
         places = torch.arange(n, device=inputs["input_ids"].device).repeat(rows, 1)
         return {**inputs, "position_ids": places}
@@ -145,7 +145,7 @@ class SequenceRanks:
 
     @contextmanager
     def shard_in_force(self, model: nn.Module, whole: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
-        """Let forwards of a patched model inside the block know which tokens of whole rows they get, as in `shard`."""
+        """Tell forwards of a patched model inside the block which tokens of whole rows they get, by `shard`."""
         state = state_of(find_decoder(model))
         assert state is not None
         state.shard = self.shard(whole, inputs)
@@ -155,7 +155,7 @@ class SequenceRanks:
             state.shard = None
 
     def sampler_order(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each number of the micro-batches of a step once, in the order in which one rank alone would read them.
+        """The numbers of a step's micro-batches, each once, in the order in which a single rank would read them.
 
         Args:
             numbers: [ranks, micro-steps], alike on the ranks of a sequence.
@@ -166,7 +166,7 @@ class SequenceRanks:
         by_group = numbers[:: self.size]
         n_groups, n_micro = by_group.shape
         micro, group = torch.arange(n_micro)[None], torch.arange(n_groups)[:, None]
-        if self.engine == "sp":  # a turn of `size` micro-steps shares out what each rank of the group has read
+        if self.engine == "sp":  # in `size` micro-steps the group runs the batches that each of its ranks has read
             turn, within = micro // self.size, micro % self.size
             place = (turn * n_groups + group) * self.size + within
         else:
@@ -178,10 +178,10 @@ class SequenceRanks:
         return by_group.flatten()[order], mine
 
     def gather_of_rings(self, values: torch.Tensor) -> torch.Tensor:
-        """What rings have for their documents, [documents of all rings], alike on the ranks of a ring, [documents].
+        """Gather values of documents, [documents], the same on the ranks of a ring, into [documents of all rings].
 
-        As accelerate's `gather_for_metrics`, which takes each rank for one with documents of its own: those that were
-        repeated to fill the last batches of a set are left out.
+        Replaces accelerate's `gather_for_metrics`, which assumes that each rank has documents of its own. Leaves out
+        documents that were repeated to fill the last batches.
         """
         numbers: torch.Tensor = self.accelerator.gather(values)
         by_ring = numbers.view(-1, self.size, len(values))[:, 0].flatten()
@@ -196,7 +196,7 @@ class SequenceRanks:
 
 
 def gradient_factor(accelerator: Accelerator, *, over_all_ranks: bool) -> float:
-    """What a rank's part of a loss is multiplied by before backward, as engines average gradients and do not sum them.
+    """The factor of a rank's part of a loss before backward, as engines average gradients and do not sum them.
 
     Args:
         accelerator: of the trainer.
@@ -212,6 +212,6 @@ def gradient_factor(accelerator: Accelerator, *, over_all_ranks: bool) -> float:
 
 
 def _reduces_by_scatter(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed 0.19 divides gradients by all ranks: elsewhere, with Ulysses, by sequences at a time."""
+    """Whether DeepSpeed 0.19 divides gradients by all ranks; otherwise Ulysses divides by the number of sequences."""
     zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
     return zero.get("stage") == 3 and bool(zero.get("reduce_scatter", True))
