@@ -1,20 +1,18 @@
-"""Errors for files that `datasets` cannot read, which name the line or column that its own errors leave out."""
+"""Errors for files that `datasets` cannot read, which name the line that its own errors leave out."""
 
 import json
 import lzma
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from datasets import Dataset
 from datasets.exceptions import DatasetsError
 
-from rope_patch.prompts.text import is_json_lines, numbered_json_lines, numbered_lines
+from rope_patch.prompts.text import is_json_lines, numbered_lines
 
 READ_ERRORS = (DatasetsError, OSError, EOFError, UnicodeError, lzma.LZMAError, zlib.error, pa.ArrowInvalid)
 """What `datasets` raises for files that are missing, incomplete, wrongly compressed or no text."""
@@ -32,11 +30,7 @@ def unreadable(names: Sequence[Any], error: Exception) -> ValueError:
     sources = [name for named in names for name in _each(named)]
     files = [Path(file) for name in sources for file in sorted(glob(name))]
     why = str(error.__cause__ or error)
-    place = ""
-    if "JSON parse error" in why:
-        place = next(filter(None, map(_wrong_line, files)), "")
-    elif "to null" in why and files:
-        place = _empty_column(files)
+    place = next(filter(None, map(_wrong_line, files)), "") if "JSON parse error" in why else ""
     return ValueError(f"the text in {', '.join(sources)} cannot be read: {why.rstrip('.')}{place}.")
 
 
@@ -57,26 +51,3 @@ def _wrong_line(file: Path) -> str:
         except ValueError:
             return f", in line {number} of {file}"
     return ""
-
-
-def _empty_column(files: Sequence[Path]) -> str:
-    """The first column that has no value in the first file and has values in another."""
-    first, *others = map(_has_values, files)
-    for name in (name for name, has_values in first.items() if not has_values):
-        if any(has_values.get(name) for has_values in others):
-            return (
-                f": the column {name} has no value in {files[0]}, and the first file decides the types of all. Name a "
-                "file first in which it has one, or leave the column out of all of them"
-            )
-    return ""
-
-
-def _has_values(file: Path) -> dict[str, bool]:
-    """Column -> whether `datasets` can infer its type from a parquet or JSON-lines file."""
-    if file.suffix == ".parquet":
-        return {field.name: not pa.types.is_null(field.type) for field in pq.read_schema(file)}
-    found: dict[str, bool] = {}
-    for _, row in islice(numbered_json_lines(file), 1000) if is_json_lines(file) else ():
-        for name, value in row.items():
-            found[name] = found.get(name, False) or value is not None
-    return found

@@ -1,4 +1,4 @@
-"""What an extension will do and take, told before anything is done."""
+"""The plan of an extension: what it will do, and the memory and time that it needs."""
 
 import textwrap
 from dataclasses import dataclass, fields
@@ -33,7 +33,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Minutes:
-    """Of each stage."""
+    """Minutes of each stage."""
 
     measure: float
     write: float
@@ -41,25 +41,25 @@ class Minutes:
 
     @property
     def total(self) -> float:
-        """Measuring is done twice, before and after."""
+        """Minutes of all stages; measuring is done twice."""
         return 2 * self.measure + self.write + self.train
 
 
 @dataclass(frozen=True)
 class ExtensionPlan:
-    """What will be done. `print` it.
+    """The plan of an extension. `print` it.
 
     Args:
-        facts: what the model is.
-        choices: what was decided, each with its reason.
+        facts: of the model.
+        choices: every decision with its reason.
         memory: at the peak of a training step.
         minutes: by a short calibration of this machine; off by up to `duration.ROUGH` times, either way.
         rows: training rows, short ones counted as rows of their own.
         tokens: in them.
         steps: of the optimizer.
-        measured_on: where the held-out text comes from.
+        measured_on: the source of the held-out text.
         machine: that it is planned for.
-        options: what was asked for.
+        options: of the user.
     """
 
     facts: ModelFacts
@@ -134,7 +134,7 @@ class ExtensionPlan:
 
 
 def _wrapped(text: str) -> str:
-    """A point of a list, in lines that a terminal shows whole."""
+    """A list item, wrapped."""
     return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
 
 
@@ -163,7 +163,7 @@ def _at_once(choices: Choices, options: ExtendOptions) -> str:
 
 
 def _batches(choices: Choices, options: ExtendOptions) -> float:
-    """That go through the model, each of one row or of short ones."""
+    """Batches that go through the model, each of one row or of several short ones."""
     length, counts = choices.rows.value["length"], row_counts(choices)
     rows = sum(counts.values())
     a_step = batches_a_step(options.rows_per_step, counts.get(length // SHORTER, 0) / rows, SHORTER)
@@ -171,7 +171,7 @@ def _batches(choices: Choices, options: ExtendOptions) -> float:
 
 
 def own_tokens(choices: Choices) -> int:
-    """Tokens that the model writes itself: as many as its rows have room for, at most `own_tokens`."""
+    """Tokens that the model writes itself: as many as its rows hold, at most `own_tokens`."""
     value = choices.rows.value
     own = sum(
         count for kind, count in rows_by_kind(value["n"], value["shares"]).items() if kind in ("chats", "own_texts")

@@ -85,10 +85,10 @@ class Trained:
 def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Trained:
     """Train as a recipe says, and save the model, or its adapters, in `output_dir`.
 
-    A recipe has the keys of `rope-patch train`. With `stages`, a list of mappings, each stage has the recipe's keys, its
-    own keys, which win, and `name`, its folder in `output_dir`. It begins from the result of the stage before: its
-    weights, or the base model with its adapters, which are trained further. A `rescale` beside `stages` is applied once,
-    before the first. The same call resumes an interrupted one, within a stage or between stages. At the end a plain
+    A recipe has the keys of `rope-patch train`. With `stages`, a list of mappings, each stage has the recipe's keys,
+    its own keys, which win, and `name`, its folder in `output_dir`. It begins from the result of the stage before: its
+    weights, or the base model with its adapters, which are trained further. A `rescale` beside `stages` is applied
+    once, before the first. The same call resumes an interrupted one, within a stage or between stages. At the end a plain
     checkpoint, in the dtype of the original one, is exported to `output_dir/model`.
 
     Args:

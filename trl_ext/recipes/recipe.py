@@ -179,7 +179,7 @@ def read_yaml(path: Path, called: str) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no YAML, is nested too deeply, or has a key twice.
+        ValueError: it is no YAML, or has a key twice.
     """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # noqa: S506
@@ -190,8 +190,6 @@ def read_yaml(path: Path, called: str) -> Any:
         raise ValueError(f"{called} is no YAML: {error.problem}{line}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{called} is no YAML: {error}") from error
-    except RecursionError:
-        raise ValueError(f"{called} is nested too deeply: write lines of `name: value`.") from None
 
 
 def _parts(argument: str) -> list[str]:

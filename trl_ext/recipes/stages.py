@@ -134,8 +134,8 @@ def require_fitting_stages(stages: Sequence[Stage], window: int | None) -> None:
             continue
         if i and not adapters:
             raise ValueError(
-                f"{stage.name}: the teacher of objective {objective!r} is the original model, and this stage begins from "
-                "the weights of the stage before, which would teach instead: set use_peft: true, whose adapters keep "
+                f"{stage.name}: the teacher of objective {objective!r} is the original model, and this stage begins "
+                "from the weights of the stage before, which would teach instead: set use_peft: true, whose adapters keep "
                 "the original weights, or an objective without a teacher."
             )
         if window is not None and length > window:

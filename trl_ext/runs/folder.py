@@ -73,13 +73,9 @@ def record_settings(file: Path, settings: Mapping[str, Any], option: str) -> Non
         ValueError: another process has begun a run there in the meantime.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with _written_beside(file, settings) as beside:
-        try:
-            os.link(beside, file)
-        except FileExistsError as error:
-            raise ValueError(_in_use(file.parent, option)) from error
-        except OSError:  # a file system without such links
-            os.replace(beside, file)
+    if file.exists():
+        raise ValueError(_in_use(file.parent, option))
+    write_whole(file, settings)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -102,16 +98,10 @@ def is_whole(checkpoint: Path) -> bool:
 
 def write_whole(file: Path, values: Mapping[str, Any]) -> None:
     """Write `values` as JSON; a process that is stopped while it writes leaves the old file."""
-    with _written_beside(file, values) as beside:
-        os.replace(beside, file)
-
-
-@contextmanager
-def _written_beside(file: Path, values: Mapping[str, Any]) -> Iterator[Path]:
     beside = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        yield beside
+        os.replace(beside, file)
     finally:
         beside.unlink(missing_ok=True)
 

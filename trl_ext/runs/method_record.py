@@ -56,8 +56,8 @@ def record_of(method: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[str]) -> None:
     """Raise ValueError if `checkpoint` was trained with another `training_method`.
 
-    Fields that only one of two versions knows are not compared. A checkpoint without a record, of plain TRL, passes with
-    a warning.
+    Fields that only one of two versions knows are not compared. A checkpoint of plain TRL has no record and passes
+    with a warning.
     """
     file = Path(checkpoint) / RECORD_NAME
     if not file.is_file():

@@ -34,20 +34,15 @@ def require_same_model(record: Path, name: str, files: dict[str, list[Any]], opt
         files: that are there now.
         option: names another folder than that of `record`, for the message.
     """
-    before = recorded_files(record)
-    if before is None:
+    if not record.is_file():
         return
+    before = read_run_record(record)["model_files"]
     changed = sorted(file for file in before.keys() | files.keys() if before.get(file) != files.get(file))
     if changed:
         raise ValueError(
             f"the model in {name} is not the one that {record.parent} was begun with: {', '.join(changed)} changed. "
             f"Put the model back, or use another {option}."
         )
-
-
-def recorded_files(record: Path) -> dict[str, list[Any]] | None:
-    """The files that a run was begun with; None where there is no run, or one of an older version, which kept none."""
-    return begun_with(record).get("model_files")
 
 
 def begun_with(record: Path) -> dict[str, Any]:

@@ -37,12 +37,6 @@ def check_lengths(
     view.check_run(args)  # also a view that the user put on the model before
     lengths = document_lengths(train_dataset)
     lengths = None if lengths is None else view.kept(lengths)
-    if args.shifted_group is not None and lengths is not None and int(lengths.max()) <= args.shifted_group // 2:
-        raise ValueError(
-            f"shifted_attention={args.shifted_attention} of max_length={args.max_length} are groups of "
-            f"{args.shifted_group} tokens, and the longest of all documents has {int(lengths.max())}: each lies within "
-            "one group, where nothing changes. Leave it out, or give a smaller share."
-        )
     longest = None if lengths is None else int(lengths.max())
     check_window(model, view, longest, tell=args.process_index == 0)
     source.checked_length = 0  # the documents of an earlier trainer may have been longer

@@ -62,7 +62,7 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, m
         monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("done again"))
     assert demo() == 0
     again = capsys.readouterr().out
-    assert again.startswith("All that was begun in out/extended is done."), "a finished demo tells its result again"
+    assert again.startswith("All stages in out/extended are finished."), "a finished demo tells its result again"
     assert again.splitlines()[-3:] == printed.splitlines()[-3:]
 
 

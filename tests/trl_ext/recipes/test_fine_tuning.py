@@ -211,7 +211,7 @@ def test_a_recipe_without_16_bits_trains_so_whatever_a_launcher_says(recipe, tra
         (
             None,
             "eval_strategy: epoch\nstreaming: true\ntest_split_size: 0.5",
-            "test_split_size holds out a part of texts that are all at hand",
+            "test_split_size needs the whole dataset",
         ),
     ],
 )

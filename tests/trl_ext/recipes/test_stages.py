@@ -275,7 +275,7 @@ def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
                 ]
             },
             "qkv",
-            "which would teach in its place: set use_peft: true",
+            "which would teach instead: set use_peft: true",
         ),
         (
             {"stages": [DISTIL, {**EXTEND, "objective": "native-distill"}]},
