@@ -221,12 +221,8 @@ class RopeSFTConfig(SFTConfig):
             )
 
     def _check_view(self) -> None:
-        if self.view_seed is not None and type(self.view_seed) is not int:
-            raise ValueError(f"view_seed must be an integer, or None, got {self.view_seed!r}.")
         if self.cue is not None:
             self._check_cue()
-        if self.view_seed is not None and self.view == TRUE_POSITIONS and self.cue is None:
-            raise ValueError(f"view_seed needs view, the name of the view, or a cue; got {self.view_seed}.")
         view = self.make_view()
         view.check_run(self)
         if view.cuts is None:
@@ -289,13 +285,6 @@ class RopeSFTConfig(SFTConfig):
         options = self.objective_options
         if self.shifted_attention is not None:
             self._check_shifted_attention()
-        if not isinstance(self.teacher_offload, bool):  # "no" would be taken for True
-            raise ValueError(f"teacher_offload must be True or False, got {self.teacher_offload!r}.")
-        if self.teacher_offload and not options.needs_teacher:
-            raise ValueError(
-                "teacher_offload needs a teacher, the model as it was pretrained, and objective "
-                f"{self.objective!r} has none with these options: leave it out."
-            )
         for name in ("neftune_noise_alpha", "label_smoothing_factor"):
             if getattr(self, name) and not options.is_trl_loss:
                 raise ValueError(

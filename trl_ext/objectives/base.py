@@ -138,9 +138,6 @@ class Objective:
     takes_view_controls: ClassVar[bool] = False
     """Whether views that change nothing on purpose, as a control, are allowed."""
 
-    offloads_shared: ClassVar[bool] = False
-    """Whether `teacher_offload` moves tensors of a teacher that shares the weights, not only the weights of a copy."""
-
     shares_sequences: ClassVar[bool] = False
     """Whether several ranks may share a sequence: `read`, `counts` and the divisors of `loss` are then those of whole
     rows, and sums of a loss those of the tokens, or heads, of `shard`."""
@@ -257,13 +254,9 @@ class Objective:
         """The pretrained model: the same weights without adapters if there are any, else a copy."""
         if self.teacher is None:
             has_adapters = find_causal_lm(model) is not model or adapter_layers(model)
-            offload = self.args.teacher_offload
-            if offload and has_adapters and not self.offloads_shared:
-                raise ValueError(
-                    f"teacher_offload=True would move nothing with adapters: the teacher of {self.name!r} is the model "
-                    "itself without them. Leave it out."
-                )
-            self.teacher = SharedTeacher(model) if has_adapters else CopiedTeacher(model, offload=offload)
+            self.teacher = (
+                SharedTeacher(model) if has_adapters else CopiedTeacher(model, offload=self.args.teacher_offload)
+            )
         return self.teacher
 
     def _make_loss(self, model: nn.Module) -> ForwardLoss:

@@ -41,7 +41,6 @@ class NativeObjective(Objective):
     """
 
     help = "distils predictions of the model as it was pretrained into the sampled view"
-    offloads_shared = True
     shares_sequences = True
     options_class = NativeOptions
     options: NativeOptions

@@ -60,7 +60,6 @@ class RelationObjective(Objective):
 
     help = "distils relations of the model as it was pretrained into the rescaled one"
     synonyms = ("linearard",)
-    offloads_shared = True
     shares_sequences = True
     options_class = RelationOptions
     options: RelationOptions

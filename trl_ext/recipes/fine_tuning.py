@@ -88,8 +88,8 @@ def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Tr
     A recipe has the keys of `rope-patch train`. With `stages`, a list of mappings, each stage has the recipe's keys,
     its own keys, which win, and `name`, its folder in `output_dir`. It begins from the result of the stage before: its
     weights, or the base model with its adapters, which are trained further. A `rescale` beside `stages` is applied
-    once, before the first. The same call resumes an interrupted one, within a stage or between stages. At the end a plain
-    checkpoint, in the dtype of the original one, is exported to `output_dir/model`.
+    once, before the first. The same call resumes an interrupted one, within a stage or between stages. At the end a
+    plain checkpoint, in the dtype of the original one, is exported to `output_dir/model`.
 
     Args:
         recipe: a YAML file, or its keys and values.

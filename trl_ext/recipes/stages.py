@@ -135,8 +135,8 @@ def require_fitting_stages(stages: Sequence[Stage], window: int | None) -> None:
         if i and not adapters:
             raise ValueError(
                 f"{stage.name}: the teacher of objective {objective!r} is the original model, and this stage begins "
-                "from the weights of the stage before, which would teach instead: set use_peft: true, whose adapters keep "
-                "the original weights, or an objective without a teacher."
+                "from the weights of the stage before, which would teach instead: set use_peft: true, whose adapters "
+                "keep the original weights, or an objective without a teacher."
             )
         if window is not None and length > window:
             raise ValueError(
@@ -178,25 +178,12 @@ def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: st
         raise ValueError(
             "there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on the CPU, which is slow."
         ) from error
-    _require_counts(training)
+    if not str(training.output_dir):  # Path("") is the current folder
+        raise ValueError("output_dir must name a folder, got an empty name.")
     _require_no_evaluation(training, data)
     given = vars(parser.parse_known_args(list(flags))[0])
     changed = {key: value for key, value in given.items() if key != "output_dir" and value != defaults.get(key)}
     return Stage(name, script, training, model, data, json.loads(json.dumps(changed, default=str)))
-
-
-def _require_counts(training: RopeSFTConfig) -> None:
-    """Raise ValueError for numbers with which nothing would be trained, and for a folder without a name."""
-    if not str(training.output_dir):
-        raise ValueError("output_dir must name a folder, got an empty name.")
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if getattr(training, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(training, name)}.")
-    if training.max_steps <= 0 and not training.num_train_epochs > 0:
-        raise ValueError(
-            f"num_train_epochs must be above 0 where max_steps is not, got {training.num_train_epochs} and max_steps="
-            f"{training.max_steps}: nothing would be trained."
-        )
 
 
 def _require_no_evaluation(training: RopeSFTConfig, data: DatasetMixtureConfig) -> None:

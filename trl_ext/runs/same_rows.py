@@ -53,8 +53,8 @@ def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> Non
         return
     raise ValueError(
         f"{checkpoint} has {differs}: the remaining steps would read rows twice, or leave some out. Give the text, "
-        "max_length and seed that it was trained with, or ignore_data_skip=True, which begins with the first row again, "
-        "or start a new run from its weights, in another output_dir and without resume_from_checkpoint."
+        "max_length and seed that it was trained with, or ignore_data_skip=True, which begins with the first row "
+        "again, or start a new run from its weights, in another output_dir and without resume_from_checkpoint."
     )
 
 
