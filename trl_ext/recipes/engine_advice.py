@@ -1,4 +1,4 @@
-"""Which engine fits a fine-tuning on several GPUs, by arithmetic, before anything is loaded or launched."""
+"""Estimate which engine fits a fine-tuning on several GPUs, before anything is loaded or launched."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class EngineNeed:
     Args:
         config: name of the engine's config.
         n_gpus: GPUs in all.
-        bytes: without anything done about rows.
+        bytes: without `long_rows`.
         bytes_long: with `long_rows`.
         refused: why the engine does not take the training; None if it does.
     """
@@ -36,7 +36,7 @@ class EngineNeed:
     refused: str | None = None
 
     def fits(self, capacity: int) -> str:
-        """What a GPU with `capacity` bytes for a step says to it."""
+        """Whether it fits a GPU with `capacity` bytes for a step, in words."""
         if self.refused is not None:
             return "refused"
         if self.bytes <= capacity:
@@ -47,7 +47,7 @@ class EngineNeed:
 def engine_needs(
     model: nn.Module, training: Any, n_gpus: int, device: torch.device, gpus_per_row: int | None = None
 ) -> list[EngineNeed]:
-    """Needs of each engine on so many GPUs, the one with the least communication first.
+    """The needs of each engine on `n_gpus` GPUs, in order of increasing communication.
 
     Args:
         model: as it is trained, on any device.
@@ -79,7 +79,7 @@ def engine_advice(
     gpus_per_row: int | None = None,
     available: int | None = None,
 ) -> str:
-    """A table of what each engine needs on so many GPUs, and which one to take.
+    """A table of the memory that each engine needs, and a recommendation.
 
     Args:
         model_config: config of the model, or its name.
@@ -97,7 +97,7 @@ def engine_advice(
     if training.max_length is None:
         raise ValueError("a plan needs the length of rows: give max_length.")
     model = model_on_meta(model_config, peft_config, dtype, trusts_code(training))
-    if attention is not None:  # the plan asks its name alone, and the package of its kernels may be elsewhere
+    if attention is not None:  # only the name is needed, and its kernels may not be installed here
         find_causal_lm(model).config._attn_implementation = attention
     if training.trainable == "qkv":
         train_qkv_only(model)
@@ -112,7 +112,7 @@ def engine_advice(
 
 
 def choose_engine(needs: Sequence[EngineNeed], capacity: int) -> EngineNeed | None:
-    """What fits with the fewest GPUs, whole rows before shared ones and without `long_rows` before with it."""
+    """The engine that fits on the fewest GPUs; whole rows win over shared ones, and no `long_rows` over it."""
     fitting = [need for need in needs if need.fits(capacity) in ("fits", "fits with long_rows")]
     order = [(need.n_gpus, need.config.endswith("-cp"), need.fits(capacity) != "fits") for need in fitting]
     return fitting[order.index(min(order))] if fitting else None
@@ -123,7 +123,7 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most:
 
     `ulysses` is why "zero3-sp" is refused, None if it is not.
     """
-    lines = [f"A step of {tokens} tokens, GiB on each GPU at its peak, by arithmetic:"]
+    lines = [f"A step of {tokens} tokens, estimated GiB on each GPU at its peak:"]
     for need in needs:
         text = f"  {need.n_gpus} GPU{'s' * (need.n_gpus > 1):1} {need.config:9} {need.bytes / GIB:8.1f}"
         if need.refused is not None:
@@ -151,7 +151,7 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most:
 
 
 def model_on_meta(model_config: Any, peft_config: Any, dtype: Any, trust_remote_code: bool = False) -> nn.Module:
-    """The model without memory for its weights."""
+    """The model on the device "meta", without memory for its weights."""
     config = model_config
     if isinstance(model_config, str):
         config = AutoConfig.from_pretrained(model_config, trust_remote_code=trust_remote_code)

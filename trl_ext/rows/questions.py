@@ -1,4 +1,4 @@
-"""Rows of running text with facts hidden in it, and questions about them at the end whose answers are labelled."""
+"""Rows of text with hidden facts, and questions about them at the end whose answers are labelled."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -76,7 +76,7 @@ def draw_question_rows(
 
 
 def require_share_of_chats(chat: float | None) -> None:
-    """Raise ValueError unless `chat` is a share, or None, which leaves the choice to the tokenizer."""
+    """Raise ValueError unless `chat` is a share from 0 to 1, or None."""
     if chat is not None and not 0 <= chat <= 1:
         raise ValueError(f"chat must be a share from 0 to 1, got {chat}.")
 
@@ -131,7 +131,7 @@ class _Boundaries:
         self._known: dict[int, bool] = {}
 
     def draw(self, ids: list[int], n: int, rng: random.Random) -> list[int]:
-        """`n` sorted places behind sentences, different ones where there are enough; anywhere in text without any."""
+        """`n` sorted places after sentences, different ones if there are enough; anywhere in text without sentences."""
         for i in set(ids) - self._known.keys():
             self._known[i] = ends_sentence(self.tokenizer, i)
         places = [place for place, i in enumerate(ids, 1) if self._known[i]] or list(range(1, len(ids) + 1))

@@ -101,7 +101,7 @@ def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
     assert cli.main(command) == 130  # whose folder has checkpoints of the run before
     assert "Stopped. No checkpoint was saved: the same command begins anew.\n" in capsys.readouterr().err
     assert cli.main(["train", "staged.yaml"]) == 130
-    assert "last checkpoint: the same command goes on in staged.\n" in capsys.readouterr().err
+    assert "last checkpoint: the same command resumes in staged.\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

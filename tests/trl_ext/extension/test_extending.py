@@ -91,7 +91,7 @@ def test_a_model_is_extended_measured_and_exported(model, anew, folder, weights,
     text = "\n".join(said)
     for stage in ("Measuring the model as it is.", "Making training rows.", "Training.", "Measuring it again"):
         assert stage in text
-    assert "rescaling: ntk by 4" in text and "By the first steps training takes" in text
+    assert "rescaling: ntk by 4" in text and "Judging by the first steps, training takes" in text
     assert any(line.startswith("passkeys found at 1,500 tokens") for line in done.table)
     assert any(line.startswith("Won: ") for line in done.verdict) and any(
         line.startswith("Lost: ") for line in done.verdict

@@ -158,7 +158,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_result(weights, fold
         return stop() if len(calls) in stop_at else step(self, *args, **kwargs)
 
     def stopped(**options):
-        with pytest.raises(KeyboardInterrupt, match="the same command goes on in .*parts."):
+        with pytest.raises(KeyboardInterrupt, match="the same command resumes in .*parts."):
             train_recipe(recipe(folder, "parts", weights, **options))
 
     monkeypatch.setattr(module.RopeSFTTrainer, "training_step", stopping)
