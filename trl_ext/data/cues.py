@@ -54,7 +54,7 @@ def cue_ids(tokenizer: PreTrainedTokenizerBase, cue: str) -> list[int]:
         tokenizer: of the model.
         cue: "sentence" or "word", see `CUES`; "end-of-turn", the token by which the tokenizer's chat template ends an
             assistant's turn or, without a template, one of the usual names of it or the end-of-sequence token; "none";
-            or a text of one's own, which is more than one word of lower-case letters and hyphens.
+            or another text, which must be more than one word of lower-case letters and hyphens.
 
     Raises:
         ValueError: a word that is no name, "end-of-turn" of a tokenizer that has no such token, or a text without

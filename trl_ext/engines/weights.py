@@ -40,7 +40,7 @@ def require_unharmed_codes(model: nn.Module, accelerator: Accelerator) -> None:
     if accelerator.distributed_type != DistributedType.FSDP:
         return
     dtype = computed_in(accelerator)
-    whole = "leave bnb_4bit_quant_storage out, by which they stay whole on each GPU, or use DDP"
+    whole = "leave bnb_4bit_quant_storage out, so that they stay whole on each GPU, or use DDP"
     for parameter in model.parameters():
         kind = type(parameter).__name__
         if kind == "Int8Params":

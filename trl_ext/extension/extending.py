@@ -141,7 +141,7 @@ class _Run:
         if options.to <= self.facts.window:
             raise ValueError(
                 f"--to must be beyond the window of {self.facts.window} positions that {options.model} was trained on, "
-                f"got {options.to}: it reads so many already."
+                f"got {options.to}: it reads that many already."
             )
         self.machine = Machine.of(str(options.device))
         self.settings = {

@@ -52,7 +52,7 @@ def measure(
         model: Any = facts.load(dtype) if folder is None else AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         return model.to(device).eval()
 
-    # figures are told in words when all are there
+    # `extend` prints the figures itself
     results = run_suite({label: load}, facts.tokenizer, texts.held_out, plan, cache, tell=lambda line: None)
     return {name: by_label[label].to_dict() for name, by_label in results.items()}
 

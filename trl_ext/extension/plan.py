@@ -24,7 +24,7 @@ _PARTS = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer's averages",
-    "teacher": "copy of the model as it came, the teacher",
+    "teacher": "copy of the original model, the teacher",
     "casts": "weights in 16 bits",
     "activations": "activations",
     "loss": "loss, with logits of some tokens at a time",

@@ -8,7 +8,7 @@ from rope_patch.prompts.text import standard_library_files
 from .facts import ModelFacts
 from .options import ExtendOptions
 
-_EVERY = 10  # of so many documents one is held out
+_EVERY = 10  # one of this many documents is held out
 
 
 @dataclass(frozen=True)

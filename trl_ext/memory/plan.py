@@ -313,7 +313,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _state_bytes(optim: str, numel: int, width: int) -> int:
-    """Bytes of two states on the device for so many weights of `width` bytes, by the name of the optimizer."""
+    """Bytes of the two states on the device for `numel` weights of `width` bytes, by the optimizer's name."""
     if optim.startswith("paged") or optim in ("sgd", "adafactor"):
         return 0
     if "8bit" in optim:

@@ -105,8 +105,8 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
     Args:
         model: as it is trained, on any device.
         args: of the trainer.
-        engine: by which they would.
-        size: how many ranks would share a sequence.
+        engine: that would share sequences.
+        size: ranks that would share a sequence.
     """
     view = args.make_view()
     options: Any = args.objective_options
@@ -137,7 +137,7 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
         f"attention is {attention}, where a ring is one of sdpa": attention != "sdpa",
     }
     ulysses_reasons = {
-        "attention with dropout would take a teacher's for an evaluation, which Ulysses does not split": bool(
+        "attention with dropout makes a teacher's forward look like an evaluation, which Ulysses does not split": bool(
             getattr(config, "attention_dropout", 0.0)
         ),
         f"view {view.name!r} with {view.cuts} cuts rows, which Ulysses has split before": view.cuts is not None,
