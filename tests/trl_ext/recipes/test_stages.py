@@ -215,7 +215,7 @@ def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
         train_recipe(recipe(done, stages=[DISTIL]))
     books.write_bytes(before)
     model.write_text(model.read_text() + "\n")
-    with pytest.raises(ValueError, match="the model in .*tiny is another .* config.json changed. .* output_dir"):
+    with pytest.raises(ValueError, match="the model in .*tiny is not the one .* config.json changed. .* output_dir"):
         train_recipe(recipe(done, stages=[DISTIL]))
     with pytest.raises(ValueError, match="model is there already, and this recipe would export to it"):
         train_recipe(recipe(done, stages=[{**DISTIL, "name": "new"}]))
@@ -260,7 +260,7 @@ def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
         (
             {"stages": [DISTIL, {**EXTEND, "objective": "native-distill"}]},
             "qkv",
-            "extend: objective 'native-distill' lea",
+            "extend: the teacher of objective 'native-distill'",
         ),
         (
             {
@@ -282,7 +282,7 @@ def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
             "lora",
             "extend: max_length must be within the",
         ),
-        ({"stages": [{**DISTIL, "max_length": WINDOW + 1}]}, "qkv", "distil: .* window of 64 positions .* got 65"),
+        ({"stages": [{**DISTIL, "max_length": WINDOW + 1}]}, "qkv", "distil: .* window of 64 positions, .* got 65"),
     ],
 )
 def test_what_would_go_wrong_is_refused_before_a_model_is_loaded(options, weights, message, folder, monkeypatch):
