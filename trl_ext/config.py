@@ -23,7 +23,7 @@ from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
 logger = logging.get_logger(__name__)
 
 LONG_DOCUMENTS: dict[str, Any] = {"max_length": None, "long_documents": "split"}
-"""Where recipes and `extend` begin from other defaults than TRL, which throws away long documents' ends."""
+"""Defaults of recipes and `extend` that differ from TRL's, which drop the ends of long documents."""
 
 _PART_OF_LOSS = re.compile(r"(.*_)?(ce|kl)|(eval_)?(.*_)?(relation|hidden)/\w+")
 """Metrics of evaluations that are parts of a loss, of named sets too."""
@@ -34,8 +34,8 @@ class RopeSFTConfig(SFTConfig):
     """Configuration of [`RopeSFTTrainer`]: everything of [`~trl.SFTConfig`], and what follows.
 
     Fields of TRL have TRL's defaults, so that the same arguments give the same rows: documents are truncated to
-    `max_length`, 1024 tokens. What is left out of a dataset, and how to keep it, is told before training. Recipes have
-    `max_length=None` and `long_documents="split"` where they do not say otherwise.
+    `max_length`, 1024 tokens. Before training a log line says what is left out of a dataset, and how to keep it.
+    Recipes have `max_length=None` and `long_documents="split"` where they do not say otherwise.
 
     > Parameters that control the data
 
@@ -80,7 +80,7 @@ class RopeSFTConfig(SFTConfig):
         long_rows: "on" trains rows as long as memory allows, with the same gradients: feed-forward layers and norms run
             on some tokens at a time, checkpoints of layers wait on the host, attention makes no mask of n x n, and
             states of the optimizer can be moved to the host where they do not fit. "auto" switches that on where a step
-            would not fit the device by an estimate, which is told, and leaves out masks of 16384 x 16384 and more in
+            would not fit the device by an estimate, which is logged, and leaves out masks of 16384 x 16384 and more in
             any case, but of compiled models. "off" does none of it. "on" needs `gradient_checkpointing`.
     """
 
@@ -90,7 +90,7 @@ class RopeSFTConfig(SFTConfig):
     long_documents: Literal["truncate", "split", "full-rows"] = field(
         default="truncate",
         metadata={
-            "help": "Documents longer than max_length: 'truncate' throws away what is behind it, as TRL does, 'split' "
+            "help": "Documents longer than max_length: 'truncate' drops the tokens beyond it, as TRL does, 'split' "
             "cuts texts, and with packing all documents, into rows that are all read, 'full-rows' cuts texts into rows "
             "of max_length tokens each, without the shorter rests."
         },
@@ -154,7 +154,7 @@ class RopeSFTConfig(SFTConfig):
         if self.max_steps == 0:
             raise ValueError(
                 "max_steps must be at least 1, or below 0 to train for num_train_epochs, got 0: Transformers trains no "
-                "step then, and the result would be the model as it came."
+                "step then, and the result would be the original model."
             )
         for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
             if not math.isfinite(float(getattr(self, name))):
@@ -221,12 +221,8 @@ class RopeSFTConfig(SFTConfig):
             )
 
     def _check_view(self) -> None:
-        if self.view_seed is not None and type(self.view_seed) is not int:
-            raise ValueError(f"view_seed must be an integer, or None, got {self.view_seed!r}.")
         if self.cue is not None:
             self._check_cue()
-        if self.view_seed is not None and self.view == TRUE_POSITIONS and self.cue is None:
-            raise ValueError(f"view_seed needs view, the name of the view, or a cue; got {self.view_seed}.")
         view = self.make_view()
         view.check_run(self)
         if view.cuts is None:
@@ -289,13 +285,6 @@ class RopeSFTConfig(SFTConfig):
         options = self.objective_options
         if self.shifted_attention is not None:
             self._check_shifted_attention()
-        if not isinstance(self.teacher_offload, bool):  # "no" would be taken for True
-            raise ValueError(f"teacher_offload must be True or False, got {self.teacher_offload!r}.")
-        if self.teacher_offload and not options.needs_teacher:
-            raise ValueError(
-                "teacher_offload needs a teacher, the model as it was pretrained, and objective "
-                f"{self.objective!r} has none with these options: leave it out."
-            )
         for name in ("neftune_noise_alpha", "label_smoothing_factor"):
             if getattr(self, name) and not options.is_trl_loss:
                 raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 from rope_patch.prompts.needles import ends_sentence
 from trl_ext.rows.facts import Fact, draw_facts
 from trl_ext.rows.pieces import Pieces
-from trl_ext.rows.turns import Turns
+from trl_ext.rows.turns import ChatTurns
 from trl_ext.rows.wordings import FILLERS
 
 _FILLER_SHARE = 0.25  # of rows, in place of books: as in `trl_ext.rows`
@@ -53,7 +53,7 @@ def evidence_rows(
     """
     rng = random.Random(f"evidence {seed}")
     pieces, ends = Pieces(tokenizer, texts), set(closing_tokens(tokenizer))
-    raw, in_chat = Turns.raw(tokenizer, 1), Turns.chat(tokenizer, 1) if chat > 0 else None
+    raw, in_chat = ChatTurns.raw(tokenizer, 1), ChatTurns.chat(tokenizer, 1) if chat > 0 else None
     rows = []
     for _ in range(n):
         turns = in_chat if in_chat is not None and rng.random() < chat else raw
@@ -68,7 +68,7 @@ def closing_tokens(tokenizer: Any) -> list[int]:
 
 
 def _row(
-    pieces: Pieces, ends: set[int], turns: Turns, facts: list[Fact], asked: Fact, length: int, rng: random.Random
+    pieces: Pieces, ends: set[int], turns: ChatTurns, facts: list[Fact], asked: Fact, length: int, rng: random.Random
 ) -> EvidenceRow:
     def ids_of(text: str) -> list[int]:
         return list(pieces.tokenizer(text, add_special_tokens=False)["input_ids"])

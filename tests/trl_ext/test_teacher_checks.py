@@ -32,16 +32,6 @@ def test_adapters_that_change_the_base_weights(objective, init, tmp_path):
         )
 
 
-@pytest.mark.parametrize("objective", NATIVE)
-def test_an_offload_that_would_move_nothing_is_refused(objective, tmp_path):
-    options = {"peft_config": LoraConfig(**LORA), "train_dataset": documents(2), "teacher_offload": True}
-    if objective in ("hidden", "self-distill"):
-        with pytest.raises(ValueError, match="teacher_offload=True would move nothing with adapters"):
-            trainer(tmp_path, **options, **NATIVE[objective])
-    else:
-        trainer(tmp_path, **options, **NATIVE[objective])
-
-
 def test_the_model_itself_as_teacher_may_have_such_adapters(tmp_path):
     peft_config = LoraConfig(**LORA, init_lora_weights="pissa")
     trainer(tmp_path, peft_config=peft_config, train_dataset=documents(2), max_steps=1, **OWN_LOSS["self"]).train()

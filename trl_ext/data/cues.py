@@ -1,4 +1,4 @@
-"""Cues behind documents: all of their tokens behind each, and nothing cut in silence."""
+"""Append a cue to each document, for view "endprompt"."""
 
 import json
 import re
@@ -32,12 +32,12 @@ _QUESTION, _REPLY = "What is the name?", "It is Aurelius."
 
 
 def views_with_cues() -> str:
-    """The registered views that a cue goes with, as errors and help name them."""
+    """The registered views that use a cue, for errors and help."""
     return " or ".join(f"view={name!r}" for name, view in VIEWS.items() if view.cue_option is not None)
 
 
 def require_cue(cue: object) -> None:
-    """Raise ValueError unless `cue` is a name of one, or a text that cannot be mistaken for a name."""
+    """Raise ValueError unless `cue` is a known name, or a text that cannot be mistaken for a name."""
     if not isinstance(cue, str):
         raise ValueError(f"cue must be a name or a text, or a list of them, got {cue!r}.")
     if _A_NAME.fullmatch(cue) and cue not in _NAMES:
@@ -54,7 +54,7 @@ def cue_ids(tokenizer: PreTrainedTokenizerBase, cue: str) -> list[int]:
         tokenizer: of the model.
         cue: "sentence" or "word", see `CUES`; "end-of-turn", the token by which the tokenizer's chat template ends an
             assistant's turn or, without a template, one of the usual names of it or the end-of-sequence token; "none";
-            or a text of one's own, which is more than one word of lower-case letters and hyphens.
+            or another text, which must be more than one word of lower-case letters and hyphens.
 
     Raises:
         ValueError: a word that is no name, "end-of-turn" of a tokenizer that has no such token, or a text without
@@ -75,7 +75,7 @@ def cue_ids(tokenizer: PreTrainedTokenizerBase, cue: str) -> list[int]:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The first special token that the chat template puts behind an assistant's reply, else one that is named so.
+    """The first special token that the chat template puts after an assistant's reply, else one with a usual name.
 
     Returns:
         Its id; None if the tokenizer has neither such a token nor an end-of-sequence token.
@@ -96,7 +96,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 CueTokens = int | list[list[int]]
-_COMES_FIRST = {"messages", "prompt", "input_ids"}  # as TRL reads a dataset that has these beside a text
+_COMES_FIRST = {"messages", "prompt", "input_ids"}  # TRL reads these rather than a text
 
 
 def append_cue(
@@ -146,15 +146,13 @@ def append_cue(
     special = frozenset(tokenizer.all_special_ids)
 
     def ended(row: dict[str, Any], number: int) -> dict[str, Any]:
-        nothing_said = special.issuperset(row["input_ids"])
-        ids = [] if nothing_said else cues[drawn(len(cues), number, seed)]
+        is_empty = special.issuperset(row["input_ids"])
+        ids = [] if is_empty else cues[drawn(len(cues), number, seed)]
         labels = {"labels": row["labels"] + ids} if "labels" in row else {}
         masks = {name: [int(entry) for entry in row[name]] + [1] * len(ids) for name in _MASKS if name in row}
         return {"input_ids": row["input_ids"] + ids, **labels, **masks}
 
-    dataset = dataset.with_format(
-        None
-    )  # a sum of lists joins them, and one of arrays of a NumPy or PyTorch format adds
+    dataset = dataset.with_format(None)  # plain lists, which `+` joins; arrays it would add
     tokens: CueTokens = longest if isinstance(cue, str) else cues
     columns = dataset.column_names
     if text_field in columns and not _COMES_FIRST & set(columns):
@@ -169,8 +167,8 @@ def append_cue(
         )
     if "seq_lengths" in columns:
         raise ValueError(
-            "dataset has rows of several documents (seq_lengths), and each document ends with a cue: give documents, "
-            "and packing=True packs them."
+            "dataset has packed rows (seq_lengths), and a cue ends each document: give one document a row, and "
+            "packing=True packs them."
         )
     whole = dataset.map(lambda row: _whole(tokenizer, row), remove_columns=columns)
     lengths = [len(row) for row in whole["input_ids"]]
@@ -178,7 +176,7 @@ def append_cue(
     if too_long:
         raise ValueError(
             f"{too_long} of {len(lengths)} documents have more than {room} tokens, {max_length} less the cue; the "
-            f"longest has {max(lengths)}. Raise max_length, or shorten them: they would be cut."
+            f"longest has {max(lengths)}. Raise max_length, or shorten them."
         )
     return whole.map(ended, with_indices=True), tokens
 

@@ -1,4 +1,4 @@
-"""Long documents of a batch cut to what a view reads of them."""
+"""Cut the long documents of a batch to the tokens that a view reads."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from rope_patch.views import View
 
 
 def cut_rows(view: View, batch: dict[str, Any], key: DrawKey) -> bool:
-    """Cut the rows of a collator's batch, one document each, in place; whether one was too long."""
+    """Cut the rows of a batch, one document each, in place; returns whether any was cut."""
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     length = mask.sum(1, keepdim=True)
     content = view.cut(length, key)

@@ -1,47 +1,41 @@
-"""Files that `datasets` cannot read: which line or column it is, which its own errors do not say."""
+"""Errors for files that `datasets` cannot read, which name the line that its own errors leave out."""
 
 import json
 import lzma
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from datasets import Dataset
 from datasets.exceptions import DatasetsError
 
-from rope_patch.prompts.text import is_json_lines, numbered_json_lines, numbered_lines
+from rope_patch.prompts.text import is_json_lines, numbered_lines
 
 READ_ERRORS = (DatasetsError, OSError, EOFError, UnicodeError, lzma.LZMAError, zlib.error, pa.ArrowInvalid)
-"""What `datasets` raises for files that are not there, cut, falsely compressed or no text."""
+"""What `datasets` raises for files that are missing, incomplete, wrongly compressed or no text."""
 
 
 def require_utf8(rows: Any) -> None:
-    """Raise `pyarrow.ArrowInvalid` if strings in a `Dataset` are no UTF-8: JSON is read without a look at that."""
+    """Raise `pyarrow.ArrowInvalid` if strings in a `Dataset` are no UTF-8, which the JSON reader does not check."""
     if isinstance(rows, Dataset):
         for part in rows.with_format("arrow").iter(1000):
             part.validate(full=True)
 
 
 def unreadable(names: Sequence[Any], error: Exception) -> ValueError:
-    """The error for text that cannot be read; `names` are its files, as `data_files` takes them, or data sets."""
-    said = [name for named in names for name in _each(named)]
-    files = [Path(file) for name in said for file in sorted(glob(name))]
+    """The error for text that cannot be read; `names` are its files, as `data_files` takes them, or datasets."""
+    sources = [name for named in names for name in _each(named)]
+    files = [Path(file) for name in sources for file in sorted(glob(name))]
     why = str(error.__cause__ or error)
-    place = ""
-    if "JSON parse error" in why:
-        place = next(filter(None, map(_wrong_line, files)), "")
-    elif "to null" in why and files:
-        place = _empty_column(files)
-    return ValueError(f"the text in {', '.join(said)} cannot be read: {why.rstrip('.')}{place}.")
+    place = next(filter(None, map(_wrong_line, files)), "") if "JSON parse error" in why else ""
+    return ValueError(f"the text in {', '.join(sources)} cannot be read: {why.rstrip('.')}{place}.")
 
 
 def _each(named: Any) -> Iterator[str]:
-    """The names in a text, a list, or lists by split."""
+    """The names in a string, a list, or lists by split."""
     if isinstance(named, str | Path):
         yield str(named)
     else:
@@ -50,33 +44,10 @@ def _each(named: Any) -> Iterator[str]:
 
 
 def _wrong_line(file: Path) -> str:
-    """The first line that is no JSON or holds half of a character; `datasets` says its number in a part of the file."""
+    """The first line that is no JSON or holds half of a character; `datasets` counts lines within a chunk only."""
     for number, line in numbered_lines(file) if is_json_lines(file) else ():
         try:
             json.dumps(json.loads(line), ensure_ascii=False).encode()
         except ValueError:
             return f", in line {number} of {file}"
     return ""
-
-
-def _empty_column(files: Sequence[Path]) -> str:
-    """The first column without a value in the first file and with values in another."""
-    first, *others = map(_has_values, files)
-    for name in (name for name, has_values in first.items() if not has_values):
-        if any(of_file.get(name) for of_file in others):
-            return (
-                f": the column {name} has no value in {files[0]}, and the first file decides the types of all. Name a "
-                "file first in which it has one, or leave the column out of all of them"
-            )
-    return ""
-
-
-def _has_values(file: Path) -> dict[str, bool]:
-    """Of each column of a parquet or JSON-lines file whether `datasets` can tell its type."""
-    if file.suffix == ".parquet":
-        return {field.name: not pa.types.is_null(field.type) for field in pq.read_schema(file)}
-    found: dict[str, bool] = {}
-    for _, row in islice(numbered_json_lines(file), 1000) if is_json_lines(file) else ():
-        for name, value in row.items():
-            found[name] = found.get(name, False) or value is not None
-    return found

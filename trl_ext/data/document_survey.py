@@ -1,4 +1,4 @@
-"""What there is to learn in the documents of a tokenized dataset, read off its Arrow columns."""
+"""Lengths and labels of the documents of a tokenized dataset, from its Arrow columns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,9 @@ class Survey:
 
     Args:
         lengths: tokens of each, int64 [documents].
-        teaches: whether it has a token to predict: one with a label that is not its first, in a document that holds
-            more than special tokens. [documents] bool.
-        masked: whether of the tokens behind its first some have a label and some have none, [documents] bool.
-        teaches_kept: `teaches` for what truncation to `limit` keeps.
+        teaches: whether a token after the first has a label, and not all tokens are special ones, bool [documents].
+        masked: whether some tokens after the first have a label and some have none, bool [documents].
+        teaches_kept: `teaches` of what truncation to `limit` keeps.
     """
 
     lengths: np.ndarray
@@ -28,7 +27,7 @@ class Survey:
 
     @property
     def tokens(self) -> int:
-        """Of all documents."""
+        """Tokens of all documents."""
         return int(self.lengths.sum())
 
     @classmethod
@@ -46,8 +45,8 @@ class Survey:
 
         Args:
             dataset: with `input_ids` and `labels`.
-            special: token ids that are no text.
-            labelled: whether the objective reads labels; else each token but the first counts as predicted.
+            special: token IDs that are no text.
+            labelled: whether the objective reads labels; else every token after the first counts as predicted.
             joined: whether the tokens before a document predict its first one, as in "wrapped" rows.
             limit: tokens of a document that truncation keeps; None keeps all.
             keep_end: whether it keeps the last ones.
@@ -87,7 +86,7 @@ class Survey:
 
 
 def _counter(flags: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Counts the flags that are set from one place to another, for many such spans at once."""
+    """A function that counts the set flags in many spans [first, end) at once."""
     if flags.all():
         return lambda first, end: end - first
     counts = np.concatenate(([0], np.cumsum(flags)))
@@ -95,6 +94,6 @@ def _counter(flags: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray
 
 
 def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Values of a column of lists, one after the other, and how many each row has."""
+    """Values of a column of lists, one after the other, and the length of each row."""
     lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
     return pc.list_flatten(column).to_numpy(), lengths

@@ -1,4 +1,4 @@
-"""Documents longer than a row, cut into rows."""
+"""Cut documents that are longer than a row into rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,27 +9,27 @@ from datasets import Dataset
 from rope_patch.layout.special_tokens import SpecialTokens, cut_document
 
 STAY_WHOLE = ("messages", "conversations", "prompt", "completion", "completion_mask", "assistant_masks")
-"""Columns of data that lose their meaning where they are cut: an answer without its question."""
+"""Columns of data that lose their meaning when cut, as an answer without its question."""
 
 Rows = dict[str, list[list[int]]]
 
 
 def begin_of(ids: Sequence[int], begin: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that rows of a document begin with: `begin`, those of the tokenizer, if the document has them."""
+    """`begin`, the tokenizer's tokens before a text, if the document begins with them, else nothing."""
     return tuple(begin) if list(ids[: len(begin)]) == list(begin) else ()
 
 
 def cut_ids(ids: Sequence[int], seq_len: int, begin: Sequence[int]) -> list[list[int]]:
-    """Rows of at most `seq_len` tokens of a tokenized text, which has its special tokens already.
+    """Rows of at most `seq_len` tokens of a tokenized text with its special tokens.
 
-    Each row begins as the document does, with the tokens that the tokenizer puts before a text, and the last one alone
-    ends as it does.
+    Each row begins with the tokens that the tokenizer puts before a text, if the document does. Only the last row has
+    the tokens after a text.
     """
     return _cut(ids, seq_len, len(begin_of(ids, begin))) if len(ids) > seq_len else [list(ids)]
 
 
 def _cut(values: Sequence[int], seq_len: int, n_begin: int) -> list[list[int]]:
-    """Rows that each begin with the first `n_begin` values, and then go on with the others."""
+    """Rows that each begin with the first `n_begin` values, followed by a part of the others."""
     head = values[:n_begin]
     rows = cut_document(values[n_begin:], seq_len, SpecialTokens(tuple(head)))
     if len(rows[-1]) == n_begin + 1 and seq_len > n_begin + 2:  # one token alone has nothing to be predicted from
@@ -40,14 +40,14 @@ def _cut(values: Sequence[int], seq_len: int, n_begin: int) -> list[list[int]]:
 def cut_batch(
     batch: Mapping[str, Sequence[Any]], *, max_length: int, begin: Sequence[int], whole: bool, others: bool
 ) -> dict[str, list[Any]]:
-    """A batch of documents, `input_ids` and `labels`, with its long ones cut.
+    """Cut the long documents of a batch, their `input_ids` and `labels`.
 
     Args:
         batch: columns of a dataset.
         max_length: tokens of a row, at most.
         begin: token ids that the tokenizer puts before a text.
-        whole: whether documents of which a part has labels, prompts with answers for example, stay as they are.
-        others: whether each row repeats the document's other columns.
+        whole: whether documents with partly masked labels, such as prompts with answers, stay uncut.
+        others: whether each row repeats the other columns of its document.
     """
     made: dict[str, list[Any]] = {name: [] for name in (batch if others else ("input_ids", "labels"))}
     for i, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
@@ -65,17 +65,17 @@ def cut_batch(
 
 
 def is_masked(labels: Sequence[int]) -> bool:
-    """Whether of the tokens that could be predicted, all but the first, some have a label and some have none."""
+    """Whether some tokens after the first have a label and some have none."""
     return -100 in labels[1:] and any(label != -100 for label in labels[1:])
 
 
 def cut_into_rows(documents: Any, tokenizer: Any, length: int, text_field: str = "text") -> tuple[Dataset, str]:
-    """Rows of exactly `length` tokens: each document on its own, in order, without its last, shorter one.
+    """Cut each document into rows of exactly `length` tokens, in order, and drop its shorter last one.
 
-    Each row begins with what the tokenizer puts before a text, e.g. a beginning-of-sequence token.
+    Each row begins with the tokens that the tokenizer puts before a text, e.g. a beginning-of-sequence token.
 
     Returns:
-        The rows, with a column `input_ids`, and a sentence that says how much of the text is in none of them.
+        The rows, with a column `input_ids`, and a sentence on how much of the text is in no row.
 
     Raises:
         ValueError: a stream, no column of texts, or no document that is long enough.

@@ -1,4 +1,4 @@
-"""Rows that accelerate repeats, so that the last batches of all ranks of an evaluation are full."""
+"""Remove rows that accelerate repeats to fill the last batches of an evaluation on several ranks."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ def without_repeated(
 ) -> tuple[dict[str, Any], bool]:
     """An evaluation batch without repeated rows.
 
-    A batch of nothing else keeps its rows, as ranks run together, and loses its labels.
+    A batch of repeated rows only keeps its rows, as all ranks must run a forward, and loses its labels.
 
     Args:
         inputs: the batch.
-        state: of the accelerator, which tells the last batches of a set, and how many of their rows are not repeated.
+        state: of the accelerator; it knows the last batches of a set, and how many of their rows are not repeated.
         batch_size: rows of a full batch.
         reader: which of the last batches this is, from 0.
 
@@ -28,5 +28,5 @@ def without_repeated(
     kept = min(max(state.remainder - reader * batch_size, 0), batch_size)
     if kept == 0:
         return {**inputs, "labels": torch.full_like(inputs["labels"], -100)}, True
-    of_rows = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and len(v) == rows}
-    return {**inputs, **{name: value[:kept] for name, value in of_rows.items()}}, False
+    tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and len(v) == rows}
+    return {**inputs, **{name: value[:kept] for name, value in tensors.items()}}, False

@@ -17,7 +17,7 @@ from rope_patch.rope.rotary import find_decoder
 
 Engine = Literal["cp", "sp"]
 
-_OF_ROWS = ("input_ids", "labels", "attention_mask", "position_ids")  # what whole rows are known by
+_OF_ROWS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SequenceRanks:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "SequenceRanks | None":
-        """Those of a trainer, None where each rank has sequences of its own."""
+        """The ranks of a trainer, None if each rank has sequences of its own."""
         parallelism: Any = getattr(accelerator, "parallelism_config", None)
         engines: tuple[Engine, ...] = ("cp", "sp")
         for engine in engines:
@@ -48,7 +48,7 @@ class SequenceRanks:
 
     @property
     def multiple(self) -> int:
-        """What the tokens of a row must be divisible by: a ring gives each rank two pieces, so that all work alike."""
+        """Rows must have a multiple of this many tokens; a ring gives each rank two pieces, to balance the work."""
         return 2 * self.size if self.engine == "cp" else self.size
 
     @property
@@ -61,12 +61,12 @@ class SequenceRanks:
         return groups._get_sequence_parallel_group()
 
     def pad_collator(self, collator: Any) -> None:
-        """Let TRL's collator pad rows to a length that can be shared."""
+        """Make TRL's collator pad rows to a length that the ranks can share."""
         known = getattr(collator, "pad_to_multiple_of", None) or 1
         collator.pad_to_multiple_of = math.lcm(known, self.multiple)
 
-    def padded(self, batch: dict[str, Any]) -> None:
-        """Pad a batch on the right, in place, to a length that can be shared: rows may have been cut."""
+    def _pad(self, batch: dict[str, Any]) -> None:
+        """Pad a batch on the right, in place, to a length that the ranks can share."""
         rows, n = batch["input_ids"].shape
         missing = -n % self.multiple
         if not missing:
@@ -78,14 +78,17 @@ class SequenceRanks:
                 batch[name] = torch.nn.functional.pad(value, (0, missing), value=fill)
 
     def whole_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Token ids, labels, mask and positions of whole rows, which nothing changes later, from a step's batch.
+        """A copy of token IDs, labels, mask and positions of whole rows, from a batch of a step.
+
+        A batch of a ring is first padded on the right, in place, to a length that its ranks can share: a view may have
+        cut it.
 
         Raises:
-            ValueError: under the ring, rows hold several documents, are padded on the left, or have a length that its
-                ranks cannot share.
+            ValueError: rows of a ring hold several documents, or are padded on the left.
         """
         if self.engine == "sp":
             return self._gathered(batch)
+        self._pad(batch)
         self._check_ring_rows(batch)
         return {name: batch[name].clone() for name in _OF_ROWS if name in batch}
 
@@ -98,7 +101,7 @@ class SequenceRanks:
                 distributed.all_gather(parts, own, group=self.group)
                 whole[name] = torch.cat(parts, 1)
         next_labels = whole.pop("shift_labels")
-        # the first token's own label is predicted by nothing
+        # no token predicts the first one
         whole["labels"] = torch.nn.functional.pad(next_labels[:, :-1], (1, 0), value=-100)
         return whole
 
@@ -106,11 +109,6 @@ class SequenceRanks:
         ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         assert ids is not None
         rows, n = ids.shape
-        if n % self.multiple:
-            raise ValueError(
-                f"rows must have a multiple of {self.multiple} tokens for {self.size} ranks (cp_size), got {n}: pad "
-                "them in data_collator, or leave data_collator out, and TRL's pads them."
-            )
         documents = locate_documents(rows, n, ids.device, positions, mask)
         if int(documents.ordinal.max()) + 1 > rows:
             raise ValueError(
@@ -125,7 +123,7 @@ class SequenceRanks:
             )
 
     def ring_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A batch as the ring splits it: with the place of each token in its row as `position_ids`."""
+        """A batch for the ring, with the index of each token in its row as `position_ids`."""
         rows, n = inputs["input_ids"].shape
         places = torch.arange(n, device=inputs["input_ids"].device).repeat(rows, 1)
         return {**inputs, "position_ids": places}
@@ -147,7 +145,7 @@ class SequenceRanks:
 
     @contextmanager
     def shard_in_force(self, model: nn.Module, whole: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
-        """Let forwards of a patched model inside the block know which tokens of whole rows they get, as in `shard`."""
+        """Tell forwards of a patched model inside the block which tokens of whole rows they get, by `shard`."""
         state = state_of(find_decoder(model))
         assert state is not None
         state.shard = self.shard(whole, inputs)
@@ -156,19 +154,19 @@ class SequenceRanks:
         finally:
             state.shard = None
 
-    def sampler_order(self, of_ranks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each number of the micro-batches of a step once, in the order in which one rank alone would read them.
+    def sampler_order(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of a step's micro-batches, each once, in the order in which a single rank would read them.
 
         Args:
-            of_ranks: [ranks, micro-steps], alike on the ranks of a sequence.
+            numbers: [ranks, micro-steps], alike on the ranks of a sequence.
 
         Returns:
             The numbers, [groups * micro-steps], and where among them are those of this rank's micro-batches.
         """
-        of_groups = of_ranks[:: self.size]
-        n_groups, n_micro = of_groups.shape
+        by_group = numbers[:: self.size]
+        n_groups, n_micro = by_group.shape
         micro, group = torch.arange(n_micro)[None], torch.arange(n_groups)[:, None]
-        if self.engine == "sp":  # a turn of `size` micro-steps shares out what each rank of the group has read
+        if self.engine == "sp":  # in `size` micro-steps the group runs the batches that each of its ranks has read
             turn, within = micro // self.size, micro % self.size
             place = (turn * n_groups + group) * self.size + within
         else:
@@ -177,18 +175,18 @@ class SequenceRanks:
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
         mine = rank.view(n_groups, n_micro)[self.accelerator.process_index // self.size]
-        return of_groups.flatten()[order], mine
+        return by_group.flatten()[order], mine
 
-    def gather_of_rings(self, of_documents: torch.Tensor) -> torch.Tensor:
-        """What rings have for their documents, [documents of all rings], alike on the ranks of a ring, [documents].
+    def gather_of_rings(self, values: torch.Tensor) -> torch.Tensor:
+        """Gather values of documents, [documents], the same on the ranks of a ring, into [documents of all rings].
 
-        As accelerate's `gather_for_metrics`, which takes each rank for one with documents of its own: those that were
-        repeated to fill the last batches of a set are left out.
+        Replaces accelerate's `gather_for_metrics`, which assumes that each rank has documents of its own. Leaves out
+        documents that were repeated to fill the last batches.
         """
-        of_ranks: torch.Tensor = self.accelerator.gather(of_documents)
-        of_rings = of_ranks.view(-1, self.size, len(of_documents))[:, 0].flatten()
+        numbers: torch.Tensor = self.accelerator.gather(values)
+        by_ring = numbers.view(-1, self.size, len(values))[:, 0].flatten()
         state = self.accelerator.gradient_state
-        return of_rings[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else of_rings
+        return by_ring[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else by_ring
 
     def sum_over(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of a sequence, without gradient."""
@@ -198,7 +196,7 @@ class SequenceRanks:
 
 
 def gradient_factor(accelerator: Accelerator, *, over_all_ranks: bool) -> float:
-    """What a rank's part of a loss is multiplied by before backward, as engines average gradients and do not sum them.
+    """The factor of a rank's part of a loss before backward, as engines average gradients and do not sum them.
 
     Args:
         accelerator: of the trainer.
@@ -214,6 +212,6 @@ def gradient_factor(accelerator: Accelerator, *, over_all_ranks: bool) -> float:
 
 
 def _reduces_by_scatter(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed 0.19 divides gradients by all ranks: elsewhere, with Ulysses, by sequences at a time."""
+    """Whether DeepSpeed 0.19 divides gradients by all ranks; otherwise Ulysses divides by the number of sequences."""
     zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
     return zero.get("stage") == 3 and bool(zero.get("reduce_scatter", True))

@@ -1,4 +1,4 @@
-"""What an engine splits over ranks of what a training holds apart from rows."""
+"""Which parts of a training an engine splits over ranks: weights, gradients, optimizer, rows."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,19 +18,19 @@ _KEEP_WHOLE = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over how many ranks an engine splits each part; 1 leaves it whole on each.
+    """Over how many ranks an engine splits each part; 1 keeps it whole on each rank.
 
     Args:
         weights: of the model.
         gradients: of what is trained.
         optimizer: states of the optimizer.
-        teacher: a copy that teaches.
+        teacher: the copy of the model that teaches.
         row: tokens of each row.
-        ring: whether keys and values of such rows go round a ring.
+        ring: whether the ranks of a row pass keys and values round in a ring.
         live: weights that are whole at a time where they are split; None for two layers, embeddings and head.
         buffers: bytes that the engine holds beside them.
-        keeps_weights: whether they are on the device between their uses, and not on the host.
-        keeps_states: the same of gradients and states of the optimizer.
+        keeps_weights: whether weights stay on the device between their uses, and not on the host.
+        keeps_states: whether gradients and optimizer states do.
     """
 
     weights: int = 1
@@ -45,36 +45,36 @@ class Sharding:
     keeps_states: bool = True
 
     @classmethod
-    def of_config(cls, name: str, n_gpus: int, of_row: int | None = None) -> "Sharding":
-        """That of one of `launching.config_names`; of all GPUs `of_row` share a row where any do, None for all."""
-        of_row = (of_row or n_gpus) if name.endswith(("-cp", "-sp")) else 1
+    def of_config(cls, name: str, n_gpus: int, ranks_per_row: int | None = None) -> "Sharding":
+        """The sharding of one of `launching.config_names`; `ranks_per_row` GPUs share a row, all of them for None."""
+        ranks_per_row = (ranks_per_row or n_gpus) if name.endswith(("-cp", "-sp")) else 1
         if name.startswith("fsdp2"):
-            return cls._of_fsdp(n_gpus, of_row)
-        return cls._of_zero(int(name[4]) if name.startswith("zero") else 0, n_gpus, of_row)
+            return cls._of_fsdp(n_gpus, ranks_per_row)
+        return cls._of_zero(int(name[4]) if name.startswith("zero") else 0, n_gpus, ranks_per_row)
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "Sharding":
-        """That of a trainer's engine."""
+        """The sharding of a trainer's engine."""
         state: Any = accelerator.state
         n_ranks = accelerator.num_processes
         parallelism: Any = getattr(accelerator, "parallelism_config", None)
-        of_row = 1 if parallelism is None else parallelism.cp_size * parallelism.sp_size
+        ranks_per_row = 1 if parallelism is None else parallelism.cp_size * parallelism.sp_size
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             plugin = state.deepspeed_plugin
             return replace(
-                cls._of_zero(plugin.zero_stage, n_ranks, of_row),
+                cls._of_zero(plugin.zero_stage, n_ranks, ranks_per_row),
                 keeps_weights=_is_kept(plugin, "offload_param"),
                 keeps_states=_is_kept(plugin, "offload_optimizer"),
             )
         if accelerator.distributed_type != DistributedType.FSDP:
-            return cls(row=of_row)
+            return cls(row=ranks_per_row)
         if parallelism is not None:
             n_ranks = parallelism.dp_shard_size * parallelism.cp_size
         plugin = state.fsdp_plugin
-        sharding = cls._of_fsdp(n_ranks, of_row)
+        sharding = cls._of_fsdp(n_ranks, ranks_per_row)
         strategy = getattr(plugin.reshard_after_forward, "name", "")  # of FSDP1
         if strategy == "NO_SHARD":
-            sharding = cls(row=of_row)
+            sharding = cls(row=ranks_per_row)
         elif plugin.reshard_after_forward is False or strategy in _KEEP_WHOLE:
             sharding = replace(sharding, weights=1)
         offload = plugin.cpu_offload
@@ -87,15 +87,15 @@ class Sharding:
         return self.weights == 1 or self.live is None
 
     @classmethod
-    def _of_fsdp(cls, n_ranks: int, of_row: int) -> "Sharding":
-        return cls(n_ranks, n_ranks, n_ranks, n_ranks, of_row, of_row > 1)
+    def _of_fsdp(cls, n_ranks: int, ranks_per_row: int) -> "Sharding":
+        return cls(n_ranks, n_ranks, n_ranks, n_ranks, ranks_per_row, ranks_per_row > 1)
 
     @classmethod
-    def _of_zero(cls, stage: int, n_ranks: int, of_row: int) -> "Sharding":
+    def _of_zero(cls, stage: int, n_ranks: int, ranks_per_row: int) -> "Sharding":
         if not stage:
-            return cls(row=of_row)
+            return cls(row=ranks_per_row)
         weights, gradients = (n_ranks if stage >= least else 1 for least in (3, 2))
-        return cls(weights, gradients, n_ranks, row=of_row, live=_DEEPSPEED_LIVE, buffers=_DEEPSPEED_BUCKETS)
+        return cls(weights, gradients, n_ranks, row=ranks_per_row, live=_DEEPSPEED_LIVE, buffers=_DEEPSPEED_BUCKETS)
 
 
 def _is_kept(plugin: Any, part: str) -> bool:

@@ -1,4 +1,4 @@
-"""How FSDP and DeepSpeed hold weights: the dtype that they compute in, parts, and codes that a copy would change."""
+"""How FSDP and DeepSpeed hold weights: compute dtype, sharding, and quantized weights that a copy would damage."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from rope_patch.losses import CopiedTeacher
 
 
 def computed_in(accelerator: Accelerator) -> torch.dtype | None:
-    """The dtype that FSDP or DeepSpeed casts weights to before it computes with them; None: it takes them as they are.
+    """The dtype that FSDP or DeepSpeed casts weights to for computing, None if it does not.
 
-    Elsewhere autocast does so, one operation at a time.
+    Otherwise autocast casts, one operation at a time.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         policy = getattr(accelerator.state.fsdp_plugin, "mixed_precision_policy", None)
@@ -33,14 +33,14 @@ def hold_like_student(teacher: CopiedTeacher, accelerator: Accelerator) -> None:
 
 
 def require_unharmed_codes(model: nn.Module, accelerator: Accelerator) -> None:
-    """Raise ValueError if FSDP would change codes of 4 bits, or take what decodes those of 8 bits off their weights.
+    """Raise ValueError if FSDP would damage 4-bit weights, or separate 8-bit weights from their scales.
 
-    Codes of 4 bits that lie in integers, bitsandbytes' default, stay whole on each GPU: accelerate leaves them out.
+    4-bit weights stored as integers, bitsandbytes' default, are safe: accelerate keeps them whole on each GPU.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
     dtype = computed_in(accelerator)
-    whole = "leave bnb_4bit_quant_storage out, by which they stay whole on each GPU, or use DDP"
+    whole = "leave bnb_4bit_quant_storage out, so that they stay whole on each GPU, or use DDP"
     for parameter in model.parameters():
         kind = type(parameter).__name__
         if kind == "Int8Params":
@@ -64,17 +64,17 @@ def require_unharmed_codes(model: nn.Module, accelerator: Accelerator) -> None:
 
 def copies_bits(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the copy of a list of tensors by which FSDP2 gathers weights keeps all bits of numbers of a dtype."""
-    codes = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=device)  # all of 16 bits, NaNs among them
+    codes = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=device)  # all 16-bit patterns, including NaNs
     copy = torch.zeros_like(codes)
     torch._foreach_copy_([copy.view(dtype)], [codes.view(dtype)])
     return torch.equal(copy, codes)
 
 
 def forget_unfinished_forwards(model: nn.Module) -> None:
-    """Let FSDP2 gather the last norm and the head again after an evaluation by TRL's loss.
+    """Make FSDP2 gather the last norm and the head again after an evaluation by TRL's loss.
 
     accelerate puts both into one group, and TRL reads the head's weight without calling it. Torch before 2.13 waits for
-    that call until a backward comes, and once something is saved, which splits the weights, forwards fail.
+    that call until the next backward. A save in between reshards the weights, and forwards fail.
     """
     for module in model.modules():
         state: Any = getattr(module, "_get_fsdp_state", lambda: None)()

@@ -1,4 +1,4 @@
-"""What an extension does where its user did not say: docs/choosing.md and research/results/keeping.md as code."""
+"""The choices of an extension that its user leaves open: docs/choosing.md and research/results/keeping.md as code."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -35,16 +35,16 @@ class Choice:
 
     Args:
         name: what is decided.
-        value: what it is, as JSON values.
-        said: the value in words.
+        value: the decision, as JSON values.
+        text: the value in words.
         reason: why.
-        basis: whether the reason was measured, on `SmolLM2-135M-Instruct` unless it says more.
-        flag: of the command line, that changes it.
+        basis: whether the reason was measured; unless it says otherwise, on `SmolLM2-135M-Instruct`.
+        flag: of the command line, which changes it.
     """
 
     name: str
     value: Any
-    said: str
+    text: str
     reason: str
     basis: Basis
     flag: str
@@ -54,8 +54,8 @@ class Choice:
 
     @property
     def explained(self) -> str:
-        """The value with its reason, for where the name stands beside it."""
-        return f"{self.said}. {self.reason} [{self.basis}; {self.flag}]"
+        """The value with its reason, without the name."""
+        return f"{self.text}. {self.reason} [{self.basis}; {self.flag}]"
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class Choices:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Choices":
-        """What `to_dict` wrote."""
+        """The choices that `to_dict` wrote."""
         return cls(**{name: Choice(**choice) for name, choice in values.items()})
 
     def step(self, device: str) -> Step:
-        """A step of this training, as far as memory goes."""
+        """A step of this training, for estimates of its memory."""
         weights = self.weights.value
         return _step(
             weights["train"],
@@ -133,15 +133,15 @@ def _step(
 
 
 def _teaches(objective: dict[str, Any]) -> bool:
-    """Whether the model as it came is read in training."""
+    """Whether the original model teaches."""
     return objective["objective"] == "native-distill" and objective["objective_args"]["weight"] != 0
 
 
 def choose(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choices:
-    """Every decision, those of the user first.
+    """Make every decision; what the user asked for wins.
 
     Raises:
-        ValueError: what is asked for does not fit the model or the machine, or nothing does.
+        ValueError: a choice of the user, or every choice, does not fit the model or the machine.
     """
     rescaling, view = _rescaling(facts, options), _view(facts, options)
     objective, precision = _objective(facts, options), _precision(options, machine)
@@ -175,13 +175,13 @@ def _rescaling(facts: ModelFacts, options: ExtendOptions) -> Choice:
     for method, reason in (
         (
             "ntk",
-            "It loses least of what the model could do within its window, and no rescaling is read right by more "
-            "programs. With a factor of twice the windows in the target it reads to the end, with once it did not",
+            "It loses least of what the model could do within its window, and no other RoPE scaling is supported by "
+            "more programs. A factor of twice target / window reads to the end; with once that factor it did not",
         ),
         (
             "yarn",
-            "It reaches as far without training as with much of it, but loses more within the window than NTK, which "
-            "this model does not take",
+            "It reaches as far without training as with much training, but loses more within the window than NTK, "
+            "which this model does not support",
         ),
     ):
         factor = RESCALINGS[method].factor_per_window * times
@@ -199,7 +199,7 @@ def _rescaling(facts: ModelFacts, options: ExtendOptions) -> Choice:
 
 
 def _why_not(facts: ModelFacts, options: ExtendOptions, method: str, args: dict[str, Any]) -> str | None:
-    """Why a rescaling cannot take the model to the target, or a target program would serve it wrong; None if it can."""
+    """Why a rescaling does not reach the target, or a target program would serve it wrong; None if it works."""
     from rope_patch.export import require_served
 
     twin = facts.twin()
@@ -220,19 +220,19 @@ def _view(facts: ModelFacts, options: ExtendOptions) -> Choice:
     flag = "--view, --view-args"
     if options.view is not None:
         value = {"view": options.view, "view_args": options.view_args or {}}
-        said = f"{options.view} {options.view_args or ''}".strip()
-        return Choice("positions", value, said, "You asked for it.", "asked for", flag)
+        text = f"{options.view} {options.view_args or ''}".strip()
+        return Choice("positions", value, text, "You asked for it.", "asked for", flag)
     if "views" in facts.missing:
         raise ValueError(
-            f"rows of this model cannot be shown as parts of longer ones: {facts.missing['views'].rstrip('.')}. Train "
+            f"views cannot shift the positions of this model's rows: {facts.missing['views'].rstrip('.')}. Train "
             f"on rows of the target's length: --view standard --objective clm --row-length {options.to}."
         )
     views = ["standard", {"view": "pose", "target": options.to, "chunks": 4}]
     return Choice(
         "positions",
         {"view": "mix", "view_args": {"views": views}},
-        f"half of the rows as they are, half in four pieces with gaps between their positions, up to {options.to:,}",
-        "Rows as short as the window teach positions up to the target, and those without gaps keep what is near.",
+        f"half of the rows at their own positions, half in four pieces with gaps in positions, up to {options.to:,}",
+        "Rows of the window's length teach positions up to the target, and rows without gaps keep short contexts.",
         "measured",
         flag,
     )
@@ -243,26 +243,26 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
     keep = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}
     if options.objective is not None:
         args = {**(keep if options.objective == "native-distill" else {}), **(options.objective_args or {})}
-        said = f"{options.objective} {options.objective_args or ''}".strip()
+        text = f"{options.objective} {options.objective_args or ''}".strip()
         value = {"objective": options.objective, "objective_args": args}
-        return Choice("objective", value, said, "You asked for it.", "asked for", flag)
+        return Choice("objective", value, text, "You asked for it.", "asked for", flag)
     reason = facts.missing.get("self-distillation")
     if reason is not None:
         return Choice(
             "objective",
             {"objective": "clm", "objective_args": {}},
             "next-token loss of all tokens",
-            "Answers weigh little in it: in one seed SmolLM2-135M wrote .54 of the passkeys at 60000 tokens, and .88 "
-            f"with a teacher and answers weighed. Neither is possible here: {reason}",
+            "Answers weigh little in it: in one seed SmolLM2-135M found .54 of the passkeys at 60000 tokens, and .88 "
+            f"with a teacher and with weighted answers. Neither is possible here: {reason}",
             "measured",
             flag,
         )
     return Choice(
         "objective",
         {"objective": "native-distill", "objective_args": keep},
-        "the model as it came teaches every token; answers, and more lightly all text, have a next-token loss beside",
-        "It keeps the way in which the model speaks: .13 nats from what it said, without a teacher .77. At least as "
-        "many far answers are found without one: --objective native-distill --objective-args '{\"weight\": 0}'.",
+        "distillation from the original model on all tokens, and a next-token loss of answers and, less, of all text",
+        "It keeps the model's own wording: its KL to the original is .13 nats, without a teacher .77. At least as many "
+        "far answers are found without one: --objective native-distill --objective-args '{\"weight\": 0}'.",
         "measured",
         flag,
     )
@@ -315,7 +315,7 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) 
     }
     given = (options.rows, options.row_length, options.shares, options.short, options.own_tokens)
     asked = options.facts != FACTS or any(value is not None for value in given)
-    parts = ", ".join(_ROWS_OF[kind] for kind in shares)
+    parts = ", ".join(_KINDS[kind] for kind in shares)
     reason = (
         "You asked for other rows than those that were measured: 256 of the window, a third of each kind."
         if asked
@@ -330,14 +330,14 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) 
     return Choice(
         "rows",
         value,
-        f"{count} of {length:,} tokens: {parts}{_short_said(short)}",
+        f"{count} of {length:,} tokens: {parts}{_short_text(short)}",
         reason,
         "asked for" if asked else "measured" if measured else "not measured",
         "--rows, --row-length, --shares, --short, --facts, --own-tokens",
     )
 
 
-def _short_said(share: float) -> str:
+def _short_text(share: float) -> str:
     return f"; {'a quarter' if share == 0.25 else f'{100 * share:.0f} %'} of them as eight short ones" if share else ""
 
 
@@ -372,7 +372,7 @@ def _weights(
             needed = peak_memory(facts.size, step)
             needs.append((train, checkpointing, needed))
             if needed.total <= _FREE * machine.memory:
-                return _chosen(options, machine, needs, flag)
+                return _weights_choice(options, machine, needs, flag)
     train, _, least = min(needs, key=lambda way: way[2].total)
     raise ValueError(
         f"training does not fit: rows of {rows.value['length']:,} tokens need {least.total / GIB:.1f} GiB at least "
@@ -381,20 +381,22 @@ def _weights(
     )
 
 
-_ROWS_OF = {
+_KINDS = {
     "text": "your texts",
     "chats": "chats that it writes itself",
     "own_texts": "texts that it writes itself",
     "questions": "questions about facts hidden in your texts",
 }
-_SAID = {
+_TRAINED = {
     "all": "all weights",
     "qkv": "the projections to queries, keys and values",
     "lora": "adapters on the attention projections (LoRA)",
 }
 
 
-def _chosen(options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], flag: str) -> Choice:
+def _weights_choice(
+    options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], flag: str
+) -> Choice:
     train, checkpointing, needed = needs[-1]
     rank = f" of rank {options.adapter_rank}" if train == "lora" else ""
     again = ", activations computed again in backward (gradient checkpointing)" if checkpointing else ""
@@ -405,23 +407,23 @@ def _chosen(options: ExtendOptions, machine: Machine, needs: list[tuple[str, boo
         return Choice(
             "weights",
             value,
-            f"{_SAID[train]}{rank}{again}",
+            f"{_TRAINED[train]}{rank}{again}",
             f"You asked for it. A step takes {room}.",
             "asked for",
             flag,
         )
     if train == "all":
         reason = f"They fit: a step takes {room}.{unused}"
-        return Choice("weights", value, f"{_SAID[train]}{again}", reason, "measured", flag)
+        return Choice("weights", value, f"{_TRAINED[train]}{again}", reason, "measured", flag)
     before = ", ".join(
-        f"{_SAID[name]} would take {memory.total / GIB:.1f} GiB"
+        f"{_TRAINED[name]} would take {memory.total / GIB:.1f} GiB"
         for name, is_on, memory in needs[:-1]
         if name != train and is_on == needs[-2][1]
     )
     return Choice(
         "weights",
         value,
-        f"{_SAID[train]}{rank}{again}",
+        f"{_TRAINED[train]}{rank}{again}",
         f"{before[:1].upper()}{before[1:]}, and a step so takes {room}. In one seed on SmolLM2-135M q, k and v "
         f"alone found fewer numbers far away than all weights, adapters on all matrices as many.{unused}",
         "not measured",
@@ -431,8 +433,8 @@ def _chosen(options: ExtendOptions, machine: Machine, needs: list[tuple[str, boo
 
 def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict[str, Any]) -> Choice:
     if options.learning_rate is not None:
-        said = f"{options.learning_rate:.2g}"
-        return Choice("rate", options.learning_rate, said, "You asked for it.", "asked for", "--learning-rate")
+        text = f"{options.learning_rate:.2g}"
+        return Choice("rate", options.learning_rate, text, "You asked for it.", "asked for", "--learning-rate")
     kind, parameters = facts.config.get_text_config(decoder=True).model_type, facts.size.parameters
     known = kind == _MEASURED_MODEL[0] and abs(parameters / _MEASURED_MODEL[1] - 1) < _SAME_SIZE
     measured = known and train != "lora" and options.rows_per_step == ROWS_PER_STEP
@@ -478,7 +480,7 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     asked = bool(options.lengths or options.prompts)
     keys = " and as many for one among look-alikes" if machine.device == "cuda" else ""
     at = ", ".join(f"{n:,}" for n in lengths)
-    said = (
+    text = (
         f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of {at} tokens, {prompts} "
         f"question{'s' * (prompts > 1)} each for a hidden number (passkey){keys}, as the model writes the answers"
     )
@@ -495,7 +497,7 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
         reason += " So few prompts show large changes only."
     measures = ["cliff", "passkey", *(["niah-multikey"] if machine.device == "cuda" else [])]
     value = {"measures": measures, "prompts": prompts, "lengths": lengths, "n_rows": n_rows}
-    return Choice("measuring", value, said, reason, "asked for" if asked else "not measured", "--prompts, --lengths")
+    return Choice("measuring", value, text, reason, "asked for" if asked else "not measured", "--prompts, --lengths")
 
 
 def _of_depths(prompts: int) -> int:

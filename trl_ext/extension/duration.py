@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from ..memory.step import MASKS_TO, ModelSize, Step
 
 _SHARE = 0.62  # of the rate of a large product that the operations of a step reach
-_MASKED_SHARE = 0.4  # of that, attention of all pairs of tokens under a mask
+_MASKED_SHARE = 0.4  # of that rate, for attention under a mask
 _CALLS = 90  # operations that a layer's forward starts one by one; its backward starts twice as many
-_ADAPTER_CALLS = 70  # more of a layer with adapters on q, k, v and o
-_CHECKPOINT_CALLS = 200  # more of a layer that is checkpointed: what it keeps is handed to and fro one by one
-_BLOCK_CALLS = 20  # more of each block of queries in a layer with a window that is trained without masks
+_ADAPTER_CALLS = 70  # added by adapters on q, k, v and o of a layer
+_CHECKPOINT_CALLS = 200  # added by checkpointing a layer: hooks pack and unpack its saved tensors one by one
+_BLOCK_CALLS = 20  # added by each block of queries in a layer with a window, trained without masks
 ROUGH = 2.0
 """Times by which minutes are off, either way, before the first steps are measured."""
 
@@ -27,7 +27,7 @@ class Rate:
     call: float
 
     def seconds(self, operations: float, calls: float) -> float:
-        """Of what it computes and what it starts: neither hides the other, as was measured on an H200."""
+        """Seconds of computing plus launching: on an H200 neither hid the other."""
         return operations / (_SHARE * self.operations) + calls * self.call
 
 
@@ -76,11 +76,11 @@ def _has_windows(size: ModelSize, length: int) -> bool:
 def step_calls(size: ModelSize, step: Step) -> float:
     """Operations that one row starts one by one."""
     forwards = 1 + step.checkpointing + step.teacher + 2  # backward starts as many as two
-    of_layer = forwards * (_CALLS + (_ADAPTER_CALLS if step.train == "lora" else 0))
+    layer_operations = forwards * (_CALLS + (_ADAPTER_CALLS if step.train == "lora" else 0))
     blocks = 0.0
     if _has_windows(size, step.row_length) and step.row_length >= MASKS_TO:
         blocks = (size.n_layers - size.n_full) * forwards * _BLOCK_CALLS * step.row_length / size.block
-    return float(size.n_layers * (of_layer + (_CHECKPOINT_CALLS if step.checkpointing else 0)) + blocks)
+    return float(size.n_layers * (layer_operations + (_CHECKPOINT_CALLS if step.checkpointing else 0)) + blocks)
 
 
 def forward_calls(size: ModelSize) -> float:

@@ -1,4 +1,4 @@
-"""`trl_ext.extend`: plan, measure, train, export and measure again, in a folder where an interrupted run goes on."""
+"""`trl_ext.extend`: plan, measure, train, export and measure again, resuming an interrupted run of the folder."""
 
 import shutil
 import time
@@ -25,7 +25,7 @@ from ..recipes.stages import read_stages
 from ..rows.turns import SampledTurns
 from ..runs.checkpoint import ADAPTER_CONFIG
 from ..runs.folder import last_checkpoint, only_run, record_settings, require_same_settings
-from ..runs.model_files import begun_with, model_files, recorded_commit, recorded_files, require_same_model
+from ..runs.model_files import begun_with, model_files, recorded_commit, require_same_model
 from ..trainer.window_check import check_window
 from . import measuring, rows, texts, training
 from .choices import Choices, choose
@@ -41,10 +41,10 @@ _RECORD = "extend.json"
 
 @dataclass(frozen=True)
 class Extended:
-    """What `extend` made. `print` it.
+    """The result of `extend`. `print` it.
 
     Args:
-        folder: of everything.
+        folder: of all files.
         model: the extended checkpoint, plain Transformers.
         commands: target -> the command that serves it.
         report: a page with every figure.
@@ -78,11 +78,11 @@ def extend(
     tell: Callable[[str], None] = print,
     **choices: Any,
 ) -> Extended | ExtensionPlan:
-    """Take a model from its trained window to a longer one, so that it keeps what it could do.
+    """Extend the context window of a model, so that it keeps what it could do.
 
-    Measures the model, writes training rows, trains, exports and measures again. What to do is chosen by what was
-    measured (docs/choosing.md) and by what fits this machine, and told with its reasons. Each stage is kept in
-    `output`: the same call goes on where an interrupted one stopped, in training at the last checkpoint.
+    Measures the model, writes training rows, trains, exports and measures again. Choices follow measurements
+    (docs/choosing.md) and the memory of this machine, and are printed with their reasons. Each stage is kept in
+    `output`: the same call resumes an interrupted one, in training from the last checkpoint.
 
     Args:
         model: hub id, or folder of a checkpoint.
@@ -91,15 +91,15 @@ def extend(
         output: folder, new or of the same run.
         targets: programs to export for beside Transformers, by name in `rope_patch.export.PROGRAMS`.
         dry_run: whether to return the plan, and write nothing.
-        tell: is given each line that is said; bars are shown besides.
-        **choices: fields of `trl_ext.extension.options.ExtendOptions`, in place of what would be chosen.
+        tell: called with each line of output; progress bars are shown besides.
+        **choices: fields of `trl_ext.extension.options.ExtendOptions`, which win over the automatic choices.
 
     Returns:
-        What was made; with `dry_run` the plan, of which `print` shows everything.
+        The result; with `dry_run` the plan. `print` either.
 
     Raises:
-        ValueError: what is asked for cannot be, or another process extends in `output`, which is said before anything
-            is done.
+        ValueError: the options do not fit the model or machine, or another process uses `output`; raised before any
+            work.
         FileNotFoundError: there is no such data file, or no converter for llama.cpp.
         ImportError: that converter does not start, or a package is missing.
     """
@@ -141,7 +141,7 @@ class _Run:
         if options.to <= self.facts.window:
             raise ValueError(
                 f"--to must be beyond the window of {self.facts.window} positions that {options.model} was trained on, "
-                f"got {options.to}: it reads so many already."
+                f"got {options.to}: it reads that many already."
             )
         self.machine = Machine.of(str(options.device))
         self.settings = {
@@ -168,12 +168,12 @@ class _Run:
 
     @property
     def record(self) -> Path:
-        """What the folder was begun with."""
+        """The record of the run in its folder."""
         return self.options.folder / _RECORD
 
     def go(self, dry_run: bool) -> Extended | ExtensionPlan:
-        """Do what is not done yet."""
-        plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.said)
+        """Run the remaining stages."""
+        plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.source)
         if dry_run:
             return plan
         require_report(self.options.folder / "report")
@@ -208,7 +208,7 @@ class _Run:
                 self._require_exported(f"model-{target}", folder, model)
                 served[target] = run(f"model-{target}", lambda f=folder, t=target: self._export(model, f, t))  # type: ignore[misc]
         results = measuring.together(before, after)
-        settings = {"model": self.facts.said, "data": ", ".join(options.data), "measured on": self.texts.said}
+        settings = {"model": self.facts.full_name, "data": ", ".join(options.data), "measured on": self.texts.source}
         settings |= installed_versions("trl")
         page = measuring.report(results, root / "report", self.facts.name, self.eval_plan, self.choices, settings)
         window = self.facts.window
@@ -228,8 +228,8 @@ class _Run:
         device = str(self.options.device)
         results = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, device, cache)
         free_memory()
-        if label == measuring.BEFORE:  # those of both are told at the end
-            for line in measuring.told(results, self.facts.window):
+        if label == measuring.BEFORE:  # figures of both are printed at the end
+            for line in measuring.lines(results, self.facts.window):
                 self.tell(line)
             minutes = (time.perf_counter() - begin) / 60
             self.tell(f"  That took {minutes:.1f} minutes, and measuring again at the end takes about as long.")
@@ -250,10 +250,10 @@ class _Run:
         return made
 
     def _require_exported(self, stage: str, folder: Path, source: Path) -> None:
-        """Have a model exported again that is no longer where an earlier run left it.
+        """Export a model again if its folder was removed since an earlier run.
 
         Raises:
-            ValueError: what it is exported from is gone, too.
+            ValueError: the source of the export was removed too.
         """
         if not self.stages.is_done(stage) or (folder / "config.json").is_file():
             return
@@ -266,7 +266,7 @@ class _Run:
 
     def _export(self, source: Path, folder: Path, target: str) -> dict[str, Any]:
         self.tell(f"\nExporting for {target}.")
-        # a folder without figures of its stage is of a run that was stopped between the two
+        # a folder of an unfinished stage is left by a run that was stopped
         if folder.is_dir():
             shutil.rmtree(folder)
         for unfinished in unfinished_folders(folder):  # as large as the model
@@ -281,12 +281,10 @@ class _Run:
     def _require_folder(self) -> None:
         folder = self.options.folder
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not self.record.is_file()):
-            raise ValueError(
-                f"--output {folder} holds something else than an extension that was begun: name a new folder."
-            )
+            raise ValueError(f"--output {folder} holds other files than those of an extension: name a new folder.")
 
     def _choices(self) -> Choices:
-        """Those that the folder was begun with, or new ones."""
+        """The choices of the run in the folder, or new ones."""
         if not self.record.is_file():
             return choose(self.facts, self.options, self.machine)
         choices = Choices.from_dict(begun_with(self.record)["choices"])
@@ -297,11 +295,11 @@ class _Run:
         return choices
 
     def _check(self) -> None:
-        """Raise here what training or measuring would raise after a while."""
+        """Raise now what training or measuring would raise later."""
         rescaling, view = self.choices.rescaling.value, self.choices.view.value
         (stage,) = read_stages(training.recipe(self.facts, self.options, self.choices, 1))
         if stage.model.use_peft:
-            import peft  # noqa: F401  # or which package is missing is said here
+            import peft  # noqa: F401  # an error names the missing package here
         length = self.choices.rows.value["length"]
         twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
         checked = resolve_view(view["view"], view["view_args"])
@@ -317,7 +315,7 @@ class _Run:
             raise ValueError(f"--lengths {' '.join(map(str, self.eval_plan.lengths))}: {error}") from error
 
     def _tell_resumed(self) -> None:
-        said = {
+        stages = {
             "before": "measuring the model as it is",
             "rows": "making training rows",
             "train": "training",
@@ -325,20 +323,15 @@ class _Run:
             "after": "measuring it again",
             **{f"model-{t}": f"exporting for {t}" for t in self.options.targets if t != "transformers"},
         }
-        done = [words for name, words in said.items() if self.stages.is_done(name)]
-        left = [words for name, words in said.items() if not self.stages.is_done(name)]
+        done = [words for name, words in stages.items() if self.stages.is_done(name)]
+        left = [words for name, words in stages.items() if not self.stages.is_done(name)]
         if left:
             self.tell(
                 f"This resumes what was begun in {self.options.folder}. Done, and not done again: "
                 f"{', '.join(done) or 'nothing'}. Next: {left[0]}."
             )
         else:
-            self.tell(f"All that was begun in {self.options.folder} is done. This is the result:")
-        if self.model_files and recorded_files(self.record) is None:
-            self.tell(
-                f"An older version began it, which did not record the files of {self.options.model}. If they changed "
-                "since, what is compared is of two models: then use another --output."
-            )
+            self.tell(f"All stages in {self.options.folder} are finished. This is the result:")
 
 
 def _require_targets(options: ExtendOptions) -> None:

@@ -1,4 +1,4 @@
-"""What a model is, as far as an extension asks, without its weights."""
+"""The facts of a model that an extension needs, without its weights."""
 
 import copy
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from ..runs.model_files import commit_of
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model by its config and its tokenizer.
+    """A model's config, tokenizer and sizes.
 
     Args:
         name: hub id or folder.
@@ -32,8 +32,8 @@ class ModelFacts:
         window: positions that it was pretrained on.
         dtype: of its checkpoint.
         revision: branch, tag or commit of a model on the hub; None is "main".
-        commit: that the revision was when the run was begun, from which all is loaded: a branch may move on. None of a
-            folder, or where the cache does not tell.
+        commit: of the revision when the run began, from which everything is loaded: a branch may move. None for a
+            folder, or if the cache does not tell.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ModelFacts:
         Args:
             name: hub id or folder.
             revision: of a model on the hub; None is "main".
-            commit: that a run was begun with which goes on; None is what the revision is now.
+            commit: with which a resumed run began; None takes the current one of the revision.
 
         Raises:
             ValueError: no such model or revision, a revision of a folder, a model without RoPE, window or tokenizer,
@@ -69,27 +69,27 @@ class ModelFacts:
         except OSError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"{_said(name, revision)} is no folder with a checkpoint, and from the hub: {reason}"
+                f"{_full_name(name, revision)} is no folder with a checkpoint, and from the hub: {reason}"
             ) from error
         text = config.get_text_config(decoder=True)
         window = getattr(text, "max_position_embeddings", None)
         if window is None:
             raise ValueError(
-                f"the config of {name} names no window (max_position_embeddings), so where it ends is not known."
+                f"the config of {name} has no max_position_embeddings, so its context window is not known."
             )
         dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return cls(name, config, tokenizer, window, dtype, revision, commit)
 
     @property
-    def said(self) -> str:
-        """Name and revision, in words."""
+    def full_name(self) -> str:
+        """Name, revision and commit."""
         moves = self.revision is not None and self.commit not in (None, self.revision)
-        return _said(self.name, self.revision) + (f", commit {self.commit}" if moves else "")
+        return _full_name(self.name, self.revision) + (f", commit {self.commit}" if moves else "")
 
     @property
     def base_revision(self) -> str | None:
-        """What a card and adapters name: the commit, which the export loads once more; None of a folder."""
+        """The commit for model cards, adapters and the export; None for a folder."""
         return self.commit or self.revision
 
     def load(self, dtype: torch.dtype) -> Any:
@@ -107,12 +107,12 @@ class ModelFacts:
 
     @cached_property
     def description(self) -> Any:
-        """What `rope_patch.describe` says of it."""
+        """The description by `rope_patch.describe`."""
         return describe(self._twin)
 
     @cached_property
     def missing(self) -> dict[str, str]:
-        """What its family cannot do -> why."""
+        """Capability that its family lacks -> why."""
         return self.description.missing_capabilities
 
     @property
@@ -140,12 +140,12 @@ class ModelFacts:
         return self.twin()
 
     def lines(self) -> list[str]:
-        """What there is to know, in words."""
+        """Sentences about the model, for the plan."""
         begin = self.tokenizer.convert_ids_to_tokens(list(self.begin))
         sliding = self.description.local_layers
         return [
             f"{self.description.model}, {self.size.parameters:,} parameters, checkpoint in {str(self.dtype)[6:]}.",
-            f"Its window is {self.window:,} positions: it was trained on texts of at most so many tokens.",
+            f"Its context window is {self.window:,} positions: it was trained on texts of at most that many tokens.",
             "It has a chat template, so it is asked and taught in chats too."
             if self.is_chat
             else "It has no chat template, so it is a base model, asked and taught in running text.",
@@ -160,5 +160,5 @@ class ModelFacts:
         ]
 
 
-def _said(name: str, revision: str | None) -> str:
+def _full_name(name: str, revision: str | None) -> str:
     return name if revision is None else f"{name} at revision {revision}"

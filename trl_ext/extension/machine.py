@@ -1,4 +1,4 @@
-"""What an extension runs on: memory, and the rate of a matrix product."""
+"""The device of an extension: its memory and its speed."""
 
 import time
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .duration import Rate
 
 GIB = 1 << 30
 _SIZE = {"cuda": 4096, "cpu": 1024}  # rows and columns of the matrices that are multiplied
-_SECONDS = 0.2  # that the calibration takes, about
+_SECONDS = 0.2  # about as long as the calibration takes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: str) -> "Machine":
-        """The one that `device` names, as it is now."""
+        """The device that `device` names, with the memory that is free now."""
         if device == "cuda":
             n_gpus = torch.cuda.device_count()
             name = f"one of {n_gpus} {device_name(True)}" if n_gpus > 1 else device_name(True)

@@ -1,4 +1,4 @@
-"""What the model does before and after, and what was won and lost."""
+"""Measures of the model before and after training, and what improved or got worse."""
 
 from math import exp, isfinite
 from pathlib import Path
@@ -42,9 +42,9 @@ def eval_plan(facts: ModelFacts, to: int, choices: Choices, seed: int) -> EvalPl
 def measure(
     label: str, folder: Path | None, facts: ModelFacts, plan: EvalPlan, texts: Texts, device: str, cache: Path
 ) -> dict[str, Any]:
-    """Results by measure, as JSON values, in the model's own dtype on a GPU.
+    """Results by measure, as JSON values, of the checkpoint in `folder`; None is the original model.
 
-    Of the checkpoint in `folder`, None for the model as it came.
+    On a GPU it runs in the dtype of its checkpoint.
     """
 
     def load() -> Any:
@@ -52,13 +52,13 @@ def measure(
         model: Any = facts.load(dtype) if folder is None else AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         return model.to(device).eval()
 
-    # figures are told in words when all are there
+    # `extend` prints the figures itself
     results = run_suite({label: load}, facts.tokenizer, texts.held_out, plan, cache, tell=lambda line: None)
     return {name: by_label[label].to_dict() for name, by_label in results.items()}
 
 
 def together(before: dict[str, Any], after: dict[str, Any]) -> Results:
-    """Measure -> label -> result, of what `measure` gave of both."""
+    """Measure -> label -> result, from the two returns of `measure`."""
     return {
         name: {
             label: MEASURES[name].result.from_dict(values[name]) for label, values in ((BEFORE, before), (AFTER, after))
@@ -70,19 +70,19 @@ def together(before: dict[str, Any], after: dict[str, Any]) -> Results:
 def report(
     results: Results, folder: Path, name: str, plan: EvalPlan, choices: Choices, settings: dict[str, Any]
 ) -> Path:
-    """The page with figures, what was won and lost, and every choice."""
-    told = {choice.name: choice.explained for choice in choices.all}
+    """Write the page with figures, changes and every choice."""
+    reasons = {choice.name: choice.explained for choice in choices.all}
     return write_report(
         results,
         folder,
         title=f"{name}, extended to {plan.length:,} positions",
-        settings={**settings, **told},
+        settings={**settings, **reasons},
         window=plan.window,
     )
 
 
 def table(results: Results, window: int) -> list[str]:
-    """Before and after, a line a figure."""
+    """A table of before and after, a line a figure."""
     lines = [f"{'':42}{'before':>9}{'after':>9}"]
     for name, by_label in results.items():
         both = (_figures(name, by_label[label], window) for label in (BEFORE, AFTER))
@@ -90,8 +90,8 @@ def table(results: Results, window: int) -> list[str]:
     return lines
 
 
-def told(measured: dict[str, Any], window: int) -> list[str]:
-    """What `measure` gave of one model, a line a figure."""
+def lines(measured: dict[str, Any], window: int) -> list[str]:
+    """The results of `measure` for one model, a line a figure."""
     results = {name: MEASURES[name].result.from_dict(values) for name, values in measured.items()}
     return [f"  {what:42}{value:>9}" for name in results for what, value in _figures(name, results[name], window)]
 
@@ -114,20 +114,21 @@ def _figures(name: str, result: Result, window: int) -> list[tuple[str, str]]:
 def verdict(results: Results, window: int) -> list[str]:
     """What was won and lost, in sentences."""
     compared = regressions(results, window=window)
-    said = []
+    sentences = []
     for word, cells in (("Won", compared.above), ("Lost", compared.below)):
-        said += [f"{word + ':':6}{_said(cell)}" for cell in cells] or [f"{word + ':':6}nothing that is beyond chance."]
+        of_cells = [_sentence(cell) for cell in cells] or ["nothing that is beyond chance."]
+        sentences += [f"{word + ':':6}{sentence}" for sentence in of_cells]
     if any(not cell.higher_is_better for cell in compared.above + compared.below):
-        said.append("The probability of the right next token is the geometric mean over tokens, exp(-loss).")
+        sentences.append("The probability of the right next token is the geometric mean over tokens, exp(-loss).")
     if any(cell.is_of_one_text for cell in compared.cells):
-        said.append(
-            "What is said of text holds for the one row that was read: other texts may differ. "
+        sentences.append(
+            "Figures of text are of the one row that was read: other texts may differ. "
             "`rope-patch eval --cliff --rows 8` compares both models on more."
         )
-    return [*said, *_unseen(results, compared)]
+    return [*sentences, *_unseen(results, compared)]
 
 
-def _said(cell: Cell) -> str:
+def _sentence(cell: Cell) -> str:
     if cell.higher_is_better:
         what = "passkeys" if cell.measure == "passkey" else "keys among look-alikes"
         return f"{what} in {cell.length:,} tokens: {100 * cell.mean:.0f} % are found, before {100 * cell.first:.0f} %."
@@ -139,16 +140,16 @@ def _said(cell: Cell) -> str:
 def _probabilities(*losses: float) -> list[str]:
     """exp(-loss) of losses that differ, in percent, with as many digits as show that."""
     for digits in range(1, 7):
-        said = [
+        percents = [
             f"{100 * exp(-loss):.{digits}f} %" if isfinite(loss) else f"no number (a loss of {loss})" for loss in losses
         ]
-        if len(set(said)) == len(said):
+        if len(set(percents)) == len(percents):
             break
-    return said
+    return percents
 
 
 def _unseen(results: Results, compared: Regressions) -> list[str]:
-    """How large a change of answers must be to show."""
+    """The smallest change of answers that this many prompts can show."""
     asked = [
         len(result.at(length))
         for by_label in results.values()
@@ -160,8 +161,8 @@ def _unseen(results: Results, compared: Regressions) -> list[str]:
         return []
     if asked[0] < MIN_DIFFERENT:
         return [
-            f"Prompts of each length: {asked[0]}. Answers count as won or lost from {MIN_DIFFERENT} on: --prompts asks "
-            "more."
+            f"Prompts of each length: {asked[0]}. Changes of answers are judged from {MIN_DIFFERENT} prompts on: "
+            "--prompts sets the number."
         ]
     least = max(least_difference(cell) for cell in compared.cells if cell.higher_is_better)
     return [

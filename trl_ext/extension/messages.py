@@ -1,4 +1,4 @@
-"""What other packages print while an extension runs: it goes to a file, not between the lines of the command."""
+"""Send messages of other packages to a file while an extension runs, instead of among its own lines."""
 
 import logging
 import warnings
@@ -23,7 +23,7 @@ class MessageFile(logging.Handler):
         self._file: Path | None = None
 
     def write_to(self, file: Path) -> None:
-        """Write what was kept, and all that comes, to the end of `file`, whose folder is there."""
+        """Append the kept messages, and all later ones, to `file`, whose folder exists."""
         self._file = file
         for line in self._waiting:
             self._write(line)
@@ -45,10 +45,10 @@ class MessageFile(logging.Handler):
 
 @contextmanager
 def others_quiet() -> Iterator[MessageFile]:
-    """Take what packages log and warn of, which a user of a command can do nothing about, and leave out their bars.
+    """Collect what other packages log and warn of, and switch off their progress bars.
 
-    Warnings of this project are shown as always, and errors are raised. What is taken is lost unless `write_to` names a
-    file before the end of the block.
+    Warnings of this project are shown as usual. The collected messages are lost unless `write_to` names a file within
+    the block.
     """
     handler = MessageFile()
     with ExitStack() as undo:
@@ -75,7 +75,7 @@ def others_quiet() -> Iterator[MessageFile]:
 
 @contextmanager
 def _handed_on(logger: logging.Logger) -> Iterator[None]:
-    """Leave what `logger` takes to the handlers above it."""
+    """Leave the messages of `logger` to the handlers of its parents."""
     before = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [], True
     try:

@@ -1,4 +1,4 @@
-"""What a user asks of an extension, as values."""
+"""The options of an extension."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 from rope_patch.base.validators import require_integer, require_number
 
 LORA_RANK = 64
-"""Of adapters where none is named."""
+"""Default rank of adapters."""
 FACTS, ROWS_PER_STEP = 8, 8
-"""As SmolLM2-135M was measured."""
+"""The values that SmolLM2-135M was measured with."""
 
 Train = Literal["all", "qkv", "lora"]
 Precision = Literal["bf16", "float32"]
@@ -18,7 +18,7 @@ Precision = Literal["bf16", "float32"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendOptions:
-    """One extension. What is None is chosen by what the model and the machine are.
+    """The options of one extension; None lets model and machine decide.
 
     Args:
         model: hub id, or folder of a checkpoint.
@@ -107,7 +107,7 @@ class ExtendOptions:
             raise ValueError("--data must name at least one file of documents.")
 
     def recorded(self) -> dict[str, Any]:
-        """As JSON reads them back, without the output folder itself, which may be moved, and what changes no result."""
+        """As JSON values, without the output folder, which may be moved, and options that change no result."""
         left_out = ("output", "targets", "converter")
         recorded = {name: value for name, value in asdict(self).items() if name not in left_out}
         recorded["lora_rank"] = self.adapter_rank
@@ -115,12 +115,12 @@ class ExtendOptions:
 
     @property
     def adapter_rank(self) -> int:
-        """Of adapters, if any are trained."""
+        """Rank of adapters, if any are trained."""
         return LORA_RANK if self.lora_rank is None else self.lora_rank
 
     @property
     def folder(self) -> Path:
-        """Of everything that is made."""
+        """The folder of all results."""
         return Path(self.output)
 
 

@@ -1,4 +1,4 @@
-"""What an extension will do and take, told before anything is done."""
+"""The plan of an extension: what it will do, and the memory and time that it needs."""
 
 import textwrap
 from dataclasses import dataclass, fields
@@ -20,11 +20,11 @@ _WIDTH = 110  # characters of a line
 _PATIENCE = 60  # minutes
 _FEW_STEPS = 10
 _ANSWERS = {"cuda": 8.0, "cpu": 0.0}  # seconds a length: graphs for answers, and writing them (SmolLM2, one H200)
-_SAID = {
+_PARTS = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer's averages",
-    "teacher": "copy of the model as it came, the teacher",
+    "teacher": "copy of the original model, the teacher",
     "casts": "weights in 16 bits",
     "activations": "activations",
     "loss": "loss, with logits of some tokens at a time",
@@ -33,7 +33,7 @@ _SAID = {
 
 @dataclass(frozen=True)
 class Minutes:
-    """Of each stage."""
+    """Minutes of each stage."""
 
     measure: float
     write: float
@@ -41,25 +41,25 @@ class Minutes:
 
     @property
     def total(self) -> float:
-        """Measuring is done twice, before and after."""
+        """Minutes of all stages; measuring is done twice."""
         return 2 * self.measure + self.write + self.train
 
 
 @dataclass(frozen=True)
 class ExtensionPlan:
-    """What will be done. `print` it.
+    """The plan of an extension. `print` it.
 
     Args:
-        facts: what the model is.
-        choices: what was decided, each with its reason.
+        facts: of the model.
+        choices: every decision with its reason.
         memory: at the peak of a training step.
         minutes: by a short calibration of this machine; off by up to `duration.ROUGH` times, either way.
         rows: training rows, short ones counted as rows of their own.
         tokens: in them.
         steps: of the optimizer.
-        measured_on: where the held-out text comes from.
+        measured_on: the source of the held-out text.
         machine: that it is planned for.
-        options: what was asked for.
+        options: of the user.
     """
 
     facts: ModelFacts
@@ -97,7 +97,7 @@ class ExtensionPlan:
     def __str__(self) -> str:
         device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
         lines = [
-            f"The model: {self.facts.said}",
+            f"The model: {self.facts.full_name}",
             *(f"  {line}" for line in self.facts.lines()),
             "",
             f"What will be done to reach {self.options.to:,} positions, and why",
@@ -111,7 +111,7 @@ class ExtensionPlan:
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             f"Memory at the peak of a step, in GiB, on {device}:",
             *(
-                f"  {getattr(self.memory, part.name) / GIB:8.2f}  {_SAID[part.name]}"
+                f"  {getattr(self.memory, part.name) / GIB:8.2f}  {_PARTS[part.name]}"
                 for part in fields(self.memory)
                 if getattr(self.memory, part.name)
             ),
@@ -134,7 +134,7 @@ class ExtensionPlan:
 
 
 def _wrapped(text: str) -> str:
-    """A point of a list, in lines that a terminal shows whole."""
+    """A list item, wrapped."""
     return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
 
 
@@ -163,7 +163,7 @@ def _at_once(choices: Choices, options: ExtendOptions) -> str:
 
 
 def _batches(choices: Choices, options: ExtendOptions) -> float:
-    """That go through the model, each of one row or of short ones."""
+    """Batches that go through the model, each of one row or of several short ones."""
     length, counts = choices.rows.value["length"], row_counts(choices)
     rows = sum(counts.values())
     a_step = batches_a_step(options.rows_per_step, counts.get(length // SHORTER, 0) / rows, SHORTER)
@@ -171,7 +171,7 @@ def _batches(choices: Choices, options: ExtendOptions) -> float:
 
 
 def own_tokens(choices: Choices) -> int:
-    """Tokens that the model writes itself: as many as its rows have room for, at most `own_tokens`."""
+    """Tokens that the model writes itself: as many as its rows hold, at most `own_tokens`."""
     value = choices.rows.value
     own = sum(
         count for kind, count in rows_by_kind(value["n"], value["shares"]).items() if kind in ("chats", "own_texts")

@@ -22,7 +22,7 @@ _TEXT_TOKENS = 1024
 
 
 def check(facts: ModelFacts, choices: Choices, texts: list[str]) -> None:
-    """Make a row of questions of each length, so that what does not fit shows before anything is done.
+    """Make a row of questions of each length, to raise before any work if they do not fit.
 
     Raises:
         ValueError: the facts take more tokens than a row has.
@@ -42,7 +42,7 @@ def check(facts: ModelFacts, choices: Choices, texts: list[str]) -> None:
 
 
 def make(facts: ModelFacts, options: ExtendOptions, choices: Choices, texts: list[str], file: Path) -> dict[str, Any]:
-    """Let the model write its own texts, mix rows, write them to `file`, and say what is in them."""
+    """Let the model write its own texts, mix rows and write them to `file`; returns what they contain."""
     value = choices.rows.value
     written = partial(_written, facts, options, own_tokens(choices))
     rows = make_rows(
@@ -70,7 +70,7 @@ def _written(facts: ModelFacts, options: ExtendOptions, tokens: int, kind: str) 
     if kind == "chats":
         texts = sampled_chats(model, facts.tokenizer, keep_unfinished=False, **_CHAT, **common)
     else:
-        # a window may be shorter than what is written by default, in models to try things on
+        # small test models may have a window shorter than the default length
         longest = min(_TEXT_TOKENS, facts.window // 2)
         texts = sampled_texts(model, facts.tokenizer, max_tokens=longest, **common)
     written: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Short rows of an optimizer step go through the model together, as many as have the tokens of a long one."""
+"""Join short rows of an optimizer step into batches with the tokens of a long row."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,20 +10,20 @@ from ..trainer.trainer import RopeSFTTrainer
 
 
 class ShortRowsTrainer(RopeSFTTrainer):
-    """A `RopeSFTTrainer` on one process whose batches of one row each are joined within each optimizer step.
+    """A `RopeSFTTrainer` on one process that joins batches of one row each within an optimizer step.
 
-    Joined are neighbours of the same length n, up to `max_length` tokens together: they need no padding, and no more
-    memory than the longest row. Order, draws of the view and the divisors of losses are those of the whole step, so
-    that gradients are the same. Batches stay apart where the loss is a mean of each: that of a model which takes no
-    count of the step, and that of a router.
+    It joins neighbours of the same length, up to `max_length` tokens together: they need no padding, and no more memory
+    than the longest row. Order, draws of the view and divisors of losses are those of the whole step, so that gradients
+    are the same. Batches stay apart if the loss is a mean over each batch: for a model that takes no count of the step,
+    and for the loss of a router.
     """
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Any]:
-        """The batches of an optimizer step, joined, behind as many empty ones as were joined to others.
+        """The joined batches of an optimizer step, after empty ones that keep their number.
 
-        Trainer takes its step at a number of batches, which has to stay.
+        Trainer steps the optimizer after a fixed number of batches.
         """
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if num_items is None or (self._objective is None and getattr(self, "aux_loss_enabled", False)):
@@ -40,9 +40,9 @@ class ShortRowsTrainer(RopeSFTTrainer):
 
 
 def join(batches: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """The same rows in the same order, in fewer batches: neighbours of the same shape, at most `tokens` tokens each.
+    """Join neighbouring batches of the same shape, up to `tokens` tokens each; the order of rows stays.
 
-    A batch that holds several documents a row, whose number is not that of its rows, stays alone.
+    A batch with several documents in a row stays alone, as its documents are not counted by rows.
     """
     groups: list[list[dict[str, Any]]] = []
     for batch in batches:
@@ -71,7 +71,7 @@ def _joined(group: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def batches_a_step(rows: int, short: float, most: int) -> float:
-    """Batches that the rows of an optimizer step make on average, where their order is random.
+    """The average number of batches of an optimizer step whose rows are in random order.
 
     With r rows, a share s of them short, a run of short rows begins at the first row with chance s, and at each other
     one with s (1 - s), behind a long one. A run makes a batch, or more where it is longer than `most` rows.

@@ -1,4 +1,4 @@
-"""Stages of a run in a folder: each leaves its figures there and is not done again."""
+"""Stages of a run: each writes its figures into the folder, and is skipped when the run is resumed."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from rope_patch.checkpoints.full_disk import whole_file
 
 
 class Stages:
-    """The stages that are done, a JSON file each.
+    """The finished stages, a JSON file each.
 
     Args:
         folder: of the run.
@@ -20,7 +20,7 @@ class Stages:
         self.folder = folder
 
     def file(self, name: str) -> Path:
-        """Where the figures of a stage are."""
+        """The file with the figures of a stage."""
         return self.folder / "stages" / f"{name}.json"
 
     def is_done(self, name: str) -> bool:
@@ -28,11 +28,11 @@ class Stages:
         return self.file(name).is_file()
 
     def forget(self, name: str) -> None:
-        """Let a stage be done again."""
+        """Make a stage run again."""
         self.file(name).unlink(missing_ok=True)
 
     def run(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The figures of a stage: those of an earlier run, or those of `make()`, which are kept."""
+        """The figures of a stage, from its file or else from `make()`, whose return is written to it."""
         file = self.file(name)
         if not file.is_file():
             figures = make()

@@ -1,4 +1,4 @@
-"""The user's documents: those that are trained on, and those that are measured on."""
+"""The user's documents, split into those to train on and those to measure on."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from rope_patch.prompts.text import standard_library_files
 from .facts import ModelFacts
 from .options import ExtendOptions
 
-_EVERY = 10  # of so many documents one is held out
+_EVERY = 10  # one of this many documents is held out
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,16 @@ class Texts:
     Args:
         train: to train on.
         held_out: to measure on, the longest first.
-        said: where those come from, in words.
+        source: of those, in words.
     """
 
     train: list[str]
     held_out: list[str]
-    said: str
+    source: str
 
 
 def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: int) -> Texts:
-    """The documents of `options.data`, of which some are held out where they are long enough to be measured on.
+    """Read the documents of `options.data`, and hold some out to measure on if they are long enough.
 
     Args:
         facts: whose tokenizer reads them.
@@ -53,19 +53,19 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         return Texts(texts, held_out, f"{', '.join(options.held_out)}, which you named{cut}")
     if len(texts) == 1:
         last = len(texts[0]) - len(texts[0]) // _EVERY
-        others, held_out, said = [texts[0][:last]], [texts[0][last:]], "the last tenth of --data"
+        others, held_out, source = [texts[0][:last]], [texts[0][last:]], "the last tenth of --data"
     else:
         held_out = _longest_first(texts[::_EVERY])
         measured = set(held_out)
         others = [text for i, text in enumerate(texts) if i % _EVERY and text not in measured]
         n_copies = len(texts) - len(others) - len(held_out)
         copies = f" with its {n_copies} cop{'y' if n_copies == 1 else 'ies'}" if n_copies else ""
-        said = f"every {_EVERY}th document of --data{copies}"
+        source = f"every {_EVERY}th document of --data{copies}"
     try:
         text_rows(facts.tokenizer, others, seq_len=row_length, n_rows=1)
         held_out, cut = _measurable(facts, held_out, options.to, n_rows)
-        return Texts(others, held_out, f"{said}, which is not trained on{cut}")
-    except ValueError:  # too little is left of one of the two
+        return Texts(others, held_out, f"{source}, which is not trained on{cut}")
+    except ValueError:  # one of the two parts is too short
         sources = (file.read_text(encoding="utf-8", errors="replace") for file in standard_library_files())
         trained = set(texts)  # --data may be these sources
         own = _longest_first([source for source in sources if source not in trained])
@@ -80,7 +80,7 @@ def _require_apart(texts: list[str], held_out: list[str]) -> None:
         beginning = min(both)[:40]
         raise ValueError(
             f"--held-out must have other documents than --data: {len(both)} are in both, one of which begins "
-            f"{beginning!r}. What was trained on does not show what was learnt: take them out of one of the two."
+            f"{beginning!r}. A model is not measured on its training text: take them out of one of the two."
         )
 
 
@@ -89,7 +89,7 @@ def _longest_first(texts: list[str]) -> list[str]:
 
 
 def _measurable(facts: ModelFacts, texts: list[str], length: int, n_rows: int) -> tuple[list[str], str]:
-    """`texts`, and nothing; where these are too few for their rows, of which one gives one, parts of them, and words.
+    """`texts` and ""; if they are too few for `n_rows` rows (a text gives one row), parts of them and a note.
 
     As few parts of each as give the rows: short texts beside a long one give none, so that it has to give more.
 

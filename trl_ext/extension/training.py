@@ -22,13 +22,13 @@ from .options import ExtendOptions
 from .short_rows import ShortRowsTrainer
 
 RECIPE = "recipe.yaml"
-"""Of the training, in the folder of the extension."""
+"""The recipe of the training, in the folder of the extension."""
 
 _SAVES = 4  # checkpoints in a run, of which the last is kept
 
 
 def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> dict[str, Any]:
-    """Fields of `RopeSFTConfig`, those of examples/recipes/smollm2_keep_64k.yaml but for what was chosen."""
+    """Fields of `RopeSFTConfig`: those of examples/recipes/smollm2_keep_64k.yaml, changed by the choices."""
     weights, on_cpu = choices.weights.value, options.device == "cpu"
     fields: dict[str, Any] = {
         **LONG_DOCUMENTS,
@@ -62,7 +62,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
 
 
 def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: int) -> dict[str, Any]:
-    """The recipe of the training, of rows in `rows.jsonl`."""
+    """The recipe of the training on `rows.jsonl`."""
     weights = choices.weights.value
     has_adapters = weights["train"] == "lora"
     in_16_bits = has_adapters and choices.precision.value == "bf16"  # weights that are trained are float32
@@ -93,7 +93,7 @@ def n_steps(n_rows: int, rows_per_step: int) -> int:
 def train(
     facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Write the recipe and train as it says, from the last checkpoint in `training` if there is one.
+    """Write the recipe and train, resuming from the last checkpoint in `training` if there is one.
 
     Returns:
         Figures: steps, tokens, seconds of this call, and the loss over the last tenth of the steps.
@@ -114,9 +114,9 @@ def train(
 
 
 class _Progress(TrainerCallback):
-    """A bar over rows with the last loss in it; the time left is told once, by the first steps.
+    """A progress bar over rows with the last loss; the remaining time is printed once, after the first steps.
 
-    A step takes minutes where rows are long, so the bar moves with every forward and backward of it.
+    A step on long rows takes minutes, so the bar moves with every forward and backward.
     """
 
     def __init__(self, tell: Callable[[str], None], n_rows: int, rows_per_step: int) -> None:
@@ -124,30 +124,30 @@ class _Progress(TrainerCallback):
         self.rows_per_step = rows_per_step
         self.bar = tqdm(total=n_rows, unit="row", dynamic_ncols=True)
         self.began: tuple[int, float] | None = None
-        self.told = False
+        self.is_told = False
 
     def close(self) -> None:
-        """End the bar, also of a training that was stopped, which would be drawn again behind what is said then."""
+        """Close the bar, also of a stopped training: it would be drawn again below later output."""
         self.bar.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.reset()  # its time begins here
-        self.bar.initial = self.bar.n = self._rows_of(state.global_step)  # of a run that goes on
+        self.bar.reset()  # restarts its clock
+        self.bar.initial = self.bar.n = self._rows_of(state.global_step)  # of a resumed run
         self.bar.refresh()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # short rows may have been read together: the end of the step counts the others
+        # joined short rows count at the end of the step
         self._move_to(min(self.bar.n + 1, self._rows_of(state.global_step + 1) - 1))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._move_to(self._rows_of(state.global_step))
-        if self.began is None:  # the first step compiles, and plans its attention
+        if self.began is None:  # the first step compiles
             self.began = state.global_step, time.perf_counter()
-        elif not self.told and self.began[0] + 2 <= state.global_step < state.max_steps:
+        elif not self.is_told and self.began[0] + 2 <= state.global_step < state.max_steps:
             each = (time.perf_counter() - self.began[1]) / (state.global_step - self.began[0])
             left = (state.max_steps - state.global_step) * each / 60
-            self.tell(f"By the first steps training takes {left:.1f} minutes more.")
-            self.told = True
+            self.tell(f"Judging by the first steps, training takes {left:.1f} more minutes.")
+            self.is_told = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:

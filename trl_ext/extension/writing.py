@@ -1,4 +1,4 @@
-"""How long a model takes to write texts of its own, by a few steps that are timed on the machine."""
+"""Estimate how long a model takes to write its own texts, from a few timed decoding steps."""
 
 import copy
 import statistics
@@ -15,10 +15,10 @@ from rope_patch.generation.kv_rows import KVRows
 from ..rows.sampling import AT_ONCE
 from .facts import ModelFacts
 
-_WEIGHTS = 2**27  # bytes of the layers that are timed; of a larger model some stand for all
+_WEIGHTS = 2**27  # bytes of the timed layers; of a larger model only some are timed
 _TIMED = 5  # steps
-_FIRST = 2  # of these do not count: buffers are made, and a CUDA graph
-_BEGUN = 300  # tokens that a text has where steps are timed, as in the middle of writing
+_FIRST = 2  # steps that do not count: they make buffers and a CUDA graph
+_BEGUN = 300  # tokens of a text when steps are timed, as in the middle of writing
 
 # steps of a batch of texts, and tokens of each of its texts that are kept in the mean. SmolLM2-135M-Instruct ended 6 of
 # 16 replies within 512 tokens, of chats of 226 tokens, and wrote 1.4 user's turns of up to 96 tokens for each that is
@@ -43,10 +43,10 @@ def seconds_of_writing(facts: ModelFacts, device: str, kind: str, tokens: int, a
 
 
 def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
-    """Seconds in which each of the texts that are written at once gets one token, or None if it cannot be timed so.
+    """Seconds of a decoding step of a batch of texts, or None if the model has no cache that this can time.
 
-    Times steps of a model of the same shape with random weights. One of more than 128 MiB is timed with fewer layers,
-    and its time is scaled by the weights, which are what a step reads.
+    Times a model of the same shape with random weights. A model of more than 128 MiB is timed with fewer layers, and
+    the time is scaled by the weights that a step reads.
 
     Args:
         facts: of the model.
@@ -54,8 +54,8 @@ def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
     """
     dtype = torch.float32 if device == "cpu" else facts.dtype
     size = facts.size
-    of_layer = size.in_layers // size.n_layers
-    n_layers = min(size.n_layers, max(_WEIGHTS // (of_layer * dtype.itemsize), 1))
+    layer_size = size.in_layers // size.n_layers
+    n_layers = min(size.n_layers, max(_WEIGHTS // (layer_size * dtype.itemsize), 1))
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(_with_layers(facts.config, n_layers), dtype=dtype)
     model.eval()
@@ -65,7 +65,7 @@ def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
     while True:
         try:
             head = size.vocabulary * size.hidden
-            share = (size.in_layers + head) / (n_layers * of_layer + head)
+            share = (size.in_layers + head) / (n_layers * layer_size + head)
             return share * _timed(model, rows, min(_BEGUN, facts.window // 2), size.vocabulary)
         except torch.OutOfMemoryError:
             if rows == 1:

@@ -1,6 +1,6 @@
-"""Rows as long as memory allows: what is done where a step would not fit, by its plan.
+"""Rows as long as memory allows: tiles, offloaded checkpoints and mask-free attention, by a plan of the step's memory.
 
-Attention does without masks of n x n also where all fits: they cost time besides.
+Attention avoids masks of n x n even where they would fit, as they also cost time.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging
 
@@ -27,7 +28,6 @@ from .step import MASKS_TO
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
-    from ..trainer.trainer import RopeSFTTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -35,13 +35,13 @@ _PAGED = "paged_adamw_32bit"
 
 
 class LongRowTraining:
-    """Inside `active()`, steps run without masks of n x n; in tiles and with checkpoints on the host if the plan is on.
+    """Inside `active()`, steps run without masks of n x n; if the plan is on, also in tiles and with offloading.
 
     Args:
         model: as it is trained, bare or wrapped.
-        plan: which says what is done, and how many layers are offloaded.
-        *others: models that run beside it, such as a copy that teaches.
-        shared: whether several ranks share a sequence, whose engine then attends without masks.
+        plan: whether rows are long, and how many layers are offloaded.
+        *others: models that run too, such as a copy that teaches.
+        shared: whether several ranks share a sequence; their engine then attends without masks.
     """
 
     def __init__(self, model: nn.Module, plan: MemoryPlan, *others: nn.Module, shared: bool = False) -> None:
@@ -54,7 +54,7 @@ class LongRowTraining:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """To be open around forward and backward, outside of what watches the model's attention."""
+        """Open around forward and backward, outside of an objective that records attention."""
         with ExitStack() as stack:
             if self.plan.on:
                 for model in self.models:
@@ -66,43 +66,53 @@ class LongRowTraining:
 
 
 def plan_long_rows(
-    trainer: "RopeSFTTrainer", ranks: SequenceRanks | None, copy: CopiedTeacher | None
+    model: nn.Module,
+    args: "RopeSFTConfig",
+    train_dataset: Any,
+    accelerator: Accelerator,
+    *,
+    ranks: SequenceRanks | None = None,
+    teacher_copy: CopiedTeacher | None = None,
+    has_optimizer: bool = False,
 ) -> tuple[MemoryPlan, LongRowTraining | None]:
-    """Decide whether rows are long for the device, and say so.
+    """Decide whether rows are long for the device, and log it.
 
     Args:
-        trainer: its model is patched, and its optimizer not made yet unless the user has.
-        ranks: those that share each sequence.
-        copy: that teaches.
+        model: patched.
+        args: of the trainer; its optimizer becomes a paged one where only that fits.
+        train_dataset: as TRL has prepared it.
+        accelerator: of the trainer.
+        ranks: those that share each sequence, None if none do.
+        teacher_copy: a copy of the model that teaches.
+        has_optimizer: whether the user gave an optimizer, which then stays.
 
     Returns:
-        The plan, and what steps run inside of, None where nothing is to be done.
+        The plan, and the context that steps run in, None if they need none.
     """
-    model, args = trainer.model, trainer.args
-    rows = _row_length(args, trainer.train_dataset)
-    plan = plan_memory(model, args, rows, args.device, args.long_rows, Sharding.of(trainer.accelerator))
+    rows = _row_length(args, train_dataset)
+    plan = plan_memory(model, args, rows, args.device, args.long_rows, Sharding.of(accelerator))
     if args.process_index == 0:
         (logger.warning if plan.on else logger.info)(str(plan))
     if not plan.on and (not plan.mask_free or ranks is not None):
         return plan, None
-    if plan.on and trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
+    if plan.on and not has_optimizer:
         offload_optimizer(args, plan, args.device)
-    copies = [] if copy is None else [copy.copy]
+    copies = [] if teacher_copy is None else [teacher_copy.copy]
     return plan, LongRowTraining(model, plan, *copies, shared=ranks is not None)
 
 
 def _row_length(args: "RopeSFTConfig", train_dataset: Any) -> int | None:
-    """Tokens of the longest row, None where only reading all of them would say."""
+    """Tokens of the longest row, None if only reading all rows would tell."""
     longest = None if args.packing else longest_document(train_dataset)
     return args.max_length if longest is None else longest  # TRL may not have truncated
 
 
 def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.device) -> bool:
-    """Let states of AdamW be paged out of the device where they are what does not fit; whether that was done.
+    """Switch to paged AdamW if the optimizer's states do not fit the device; returns whether it did.
 
-    bitsandbytes' paged AdamW has the states in float32 where CUDA moves them to the host when memory runs out. An
-    optimizer other than Trainer's default is the user's choice and stays, and so does one whose states an engine splits
-    over ranks, which it cannot read.
+    CUDA moves the float32 states of bitsandbytes' paged AdamW to the host when memory runs out. An optimizer other than
+    Trainer's default is the user's choice and stays. So does one whose states an engine splits over ranks, which
+    bitsandbytes cannot read.
     """
     is_default = args.optim in ("adamw_torch", "adamw_torch_fused")
     if not plan.on or not is_default or plan.needed_when_on <= plan.capacity or device.type != "cuda":
@@ -117,7 +127,7 @@ def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.dev
     if find_spec("bitsandbytes") is None:
         logger.warning(
             f"long_rows: states of the optimizer take {plan.optimizer / GIB:.1f} GiB that do not fit: pip install "
-            f"bitsandbytes, and {_PAGED} keeps them where they can be moved to the host."
+            f"bitsandbytes, whose {_PAGED} can move them to the host."
         )
         return False
     args.optim = _PAGED

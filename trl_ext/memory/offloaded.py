@@ -1,4 +1,4 @@
-"""Inputs of checkpointed layers in the memory of the host between forward and backward."""
+"""Offload the inputs of checkpointed layers to host memory between forward and backward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ from rope_patch.rope.rotary import find_decoder
 
 
 def checkpointed_layers(model: nn.Module) -> list[Any]:
-    """Layers of the decoder that Transformers checkpoints one by one, in order, whether it is switched on or not."""
+    """Layers of the decoder that Transformers can checkpoint, in order."""
     return [module for module in find_decoder(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -23,15 +23,15 @@ PIECE = 1 << 26
 
 
 def pinned_bytes(size: int) -> int:
-    """Bytes that are pinned for a tensor of `size`: whole pieces, or below one the next power of two."""
+    """Bytes pinned for a tensor of `size` bytes: whole pieces, or for less than one the next power of two."""
     return PIECE * -(-size // PIECE) if size > PIECE else 1 << max(size - 1, 0).bit_length()
 
 
 class OnHost(saved_tensors_hooks):
-    """What is saved for backward inside waits in memory of the host, pinned where the tensor is of an accelerator.
+    """Keeps tensors saved for backward in host memory, which is pinned for tensors of an accelerator.
 
-    What PyTorch's `save_on_cpu` does, in pieces of 64 MiB. PyTorch pins powers of two, which for a row of 2^k + 1
-    tokens is twice what it needs, and keeps what it has pinned for tensors of that size alone: pieces serve rows of any
+    This is PyTorch's `save_on_cpu` in pieces of 64 MiB. PyTorch pins powers of two, so that a row of 2^k + 1 tokens
+    takes twice what it needs, and reuses pinned memory only for tensors of the same size. Pieces serve rows of any
     length.
     """
 
@@ -47,7 +47,7 @@ def _to_host(tensor: torch.Tensor) -> _Held:
     numbers = PIECE // tensor.element_size()
     pieces = []
     for part in tensor.reshape(-1).split(numbers):
-        # also the last one is pinned whole, but for tensors that are smaller
+        # the last piece is also pinned whole, unless the tensor is smaller than a piece
         room = part.numel() if tensor.numel() <= numbers else numbers
         piece = torch.empty(room, dtype=tensor.dtype, pin_memory=pinned)[: part.numel()]
         pieces.append(piece.copy_(part, non_blocking=pinned))
@@ -64,10 +64,10 @@ def _from_host(held: _Held) -> torch.Tensor:
 
 @contextmanager
 def offloaded_checkpoints(model: nn.Module, n_layers: int) -> Iterator[None]:
-    """Hold what the first `n_layers` checkpointed layers keep in pinned memory of the host, until backward.
+    """Keep the saved inputs of the first `n_layers` checkpointed layers in pinned host memory until backward.
 
-    What Transformers' own `offload` of activation checkpointing does to all layers. Here the layers that backward comes
-    to first may keep theirs on the device, as host memory too has an end.
+    Transformers' own `offload` of activation checkpointing does this to all layers. Here the last layers, which
+    backward reaches first, may keep theirs on the device, as host memory is limited too.
 
     Args:
         model: bare or wrapped, with checkpointing switched on.
@@ -83,7 +83,7 @@ def offloaded_checkpoints(model: nn.Module, n_layers: int) -> Iterator[None]:
 
 
 def _offloaded(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the checkpointed layer gives, whose positional arguments are saved: hidden states."""
-    # the hooks of the checkpoint lie on top of these while the layer runs, which keep nothing of what is inside
+    """The output of the checkpointed layer, whose saved inputs (hidden states) are offloaded."""
+    # while the layer runs, the checkpoint's own hooks lie above these, and save nothing of what is inside
     with OnHost():
         return checkpoint(function, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the memory of a training step is, by arithmetic, and whether rows are long for a device."""
+"""Estimate the memory of a training step, and decide whether rows are long for a device."""
 
 import math
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LongRows = Literal["auto", "on", "off"]
 
 GIB = 1 << 30
-_SHARE_OF_DEVICE = 0.92  # what fragments and what CUDA itself holds are left out
+_SHARE_OF_DEVICE = 0.92  # the rest is for fragments and for CUDA itself
 _SHARE_OF_HOST = 0.7
 # of a container, by either version of Linux's control groups
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -35,26 +35,26 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a training step needs, in bytes, and what is done about it.
+    """Memory that a training step needs, in bytes, and whether its rows are treated as long.
 
     Args:
-        tokens: of a row, padding counted, times rows of a batch.
-        fixed: weights, gradients and, on the device, the optimizer's states; a frozen copy that teaches; what autocast
-            keeps of float32 weights. Of parts that an engine splits over ranks, one rank's.
-        optimizer: of these, the states.
-        checkpoints: what layers keep, checkpointed or not.
-        freed: of it, what is gone when gradients take its place.
-        layer: what one layer holds while its backward runs.
-        layer_in_tiles: the same in tiles, without masks, with its input, which comes back from the host.
-        loss: logits that exist at a time, and states that are compared; gone when layers run backward.
-        beside: what the objective keeps while layers run.
-        capacity: of the device, for all of it.
-        host: of the host, for offloaded checkpoints.
-        offloaded_layers: how many layers keep their input on the host when rows are long.
-        offloaded: bytes of those.
+        tokens: of a row, with padding, times rows of a batch.
+        fixed: weights, gradients and, on the device, the optimizer's states; a frozen copy that teaches; 16-bit copies
+            that autocast keeps of float32 weights. Of parts that an engine splits over ranks, one rank's.
+        optimizer: the part of `fixed` that is states.
+        checkpoints: activations that layers save, checkpointed or not.
+        freed: the part of `checkpoints` that is freed as gradients are made.
+        layer: memory of one layer while its backward runs.
+        layer_in_tiles: that in tiles, without masks, plus the layer's input, which comes back from the host.
+        loss: logits that exist at a time, and hidden states that are compared; freed before layers run backward.
+        beside: tensors that the objective keeps while layers run.
+        capacity: memory of the device for a step.
+        host: memory of the host for offloaded checkpoints.
+        offloaded_layers: layers whose input is offloaded to the host when rows are long.
+        offloaded: bytes of those inputs.
         on: whether rows are treated as long.
-        mask_free: whether there may be rows of `MASKS_TO` tokens and more, which are read without masks, on or not.
-        reason: why.
+        mask_free: whether there may be rows of `MASKS_TO` tokens and more, which are read without masks in any case.
+        reason: why `on` is as it is.
         sharding: what the engine splits over ranks.
     """
 
@@ -78,12 +78,12 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes on the device without anything done."""
+        """Bytes on the device, without tiles and offloading."""
         return self.fixed + self.checkpoints - self.freed + self.beside + max(self.layer, self.loss)
 
     @property
     def at_once_when_on(self) -> int:
-        """Of it, what neither weights nor checkpoints are."""
+        """Bytes besides `fixed` and `checkpoints`, in tiles and with offloaded checkpoints."""
         return self.beside + max(self.layer_in_tiles, self.loss)
 
     @property
@@ -122,20 +122,19 @@ def plan_memory(
     sharding: Sharding | None = None,
     host: int | None = None,
 ) -> MemoryPlan:
-    """Count what a step needs and decide whether rows are long, from a model with adapters, on any device.
+    """Estimate the memory of a step and decide whether rows are long, from a model with adapters, on any device.
 
-    Weights count as they are, and those that ZeRO-3 has split already by all of their numbers. States of the optimizer
-    go by its name. `docs/long_rows.md` has the formulas.
+    Weights count in their own dtype, and whole where ZeRO-3 has split them. States of the optimizer follow from its
+    name. `docs/long_rows.md` has the formulas.
 
     Args:
         model: as it is trained.
         args: of the trainer.
-        row_length: tokens of the longest row, of which ranks that share it have a part each; None where that is not
-            known.
-        device: that trains.
+        row_length: tokens of the longest row, before ranks share it; None if it is not known.
+        device: of the training.
         mode: `long_rows` of `args`.
         sharding: what the engine splits over ranks; None for nothing.
-        host: bytes that a rank may pin on its host; None for what `host_memory` says.
+        host: bytes that a rank may pin on its host; None takes `host_memory`.
     """
     sharding = sharding or Sharding()
     moved = _moved_share(args, row_length)
@@ -149,8 +148,8 @@ def plan_memory(
     may_be_long = row_length is None or row_length >= MASKS_TO
     mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
     # engines that split weights compute with them in 16 bits
-    of_layer = replace(step, weight_bytes=2) if step.autocast and sharding.weights > 1 else step
-    layer, in_tiles = _layer_bytes(model, args, size, of_layer, held.at_once * tokens, sharding, mask_free=mask_free)
+    layer_step = replace(step, weight_bytes=2) if step.autocast and sharding.weights > 1 else step
+    layer, in_tiles = _layer_bytes(model, args, size, layer_step, held.at_once * tokens, sharding, mask_free=mask_free)
     state = step.weight_bytes * size.hidden
     checkpoint = int(held.graphs * tokens * state)
     kept = checkpoint if args.gradient_checkpointing else int(held.graphs * tokens * saved_of_layer(size, step))
@@ -192,7 +191,7 @@ def plan_memory(
 
 
 def _step(model: nn.Module, args: "RopeSFTConfig", row_length: int | None, device: torch.device) -> Step:
-    """The step of a trainer, as far as memory goes."""
+    """The step of a trainer, for estimates of its memory."""
     adapted = adapter_layers(model)
     trains_mlp = _trains_feed_forward(find_decoder(model))
     return Step(
@@ -221,13 +220,13 @@ def _moved_share(args: "RopeSFTConfig", row_length: int | None) -> float:
 
 
 def _trains_feed_forward(decoder: nn.Module) -> bool:
-    """Whether weights of feed-forward layers are trained, or adapters on them."""
+    """Whether weights of feed-forward layers, or adapters on them, are trained."""
     layers = (module for _, module in text_modules(decoder) if type(module).__name__.endswith("MLP"))
     return any(parameter.requires_grad for layer in layers for parameter in layer.parameters())
 
 
 def _is_compiled(model: nn.Module, args: "RopeSFTConfig") -> bool:
-    """Whether torch.compile runs the model, or will: it would compile anew wherever attention is looked at."""
+    """Whether torch.compile runs the model, or will: it would recompile wherever attention is patched."""
     calls = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
     return args.torch_compile or is_compiled_module(model) or any(call is not None for call in calls)
 
@@ -256,7 +255,7 @@ def _decide(
 
 
 def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig", sharding: Sharding) -> tuple[int, int, int]:
-    """Bytes on a rank of all that does not grow with rows, of gradients alone, and of the optimizer's states alone."""
+    """Bytes on a rank of everything that does not grow with rows, and of it those of gradients and optimizer states."""
     bits_16 = args.bf16 or args.fp16
     upcasts = bits_16 and sharding.optimizer > 1  # engines that split states train float32 numbers
 
@@ -285,7 +284,7 @@ def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig", sharding: Sharding) ->
 
 
 def _whole_at_a_time(model: nn.Module, bits_16: bool, sharding: Sharding) -> int:
-    """Bytes of the weights that an engine that splits them has whole at a time, in the dtype that it computes in."""
+    """Bytes of the weights that an engine has gathered at a time, in the dtype that it computes in."""
     layers: Any = find_decoder(model).layers
     split = [p for p in model.parameters() if p.is_floating_point()]
     sizes = {p: _numel(p) * min(p.element_size(), 2 if bits_16 else 4) for p in split}
@@ -314,7 +313,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _state_bytes(optim: str, numel: int, width: int) -> int:
-    """Bytes of two states on the device for so many weights of `width` bytes, by the name of the optimizer."""
+    """Bytes of the two states on the device for `numel` weights of `width` bytes, by the optimizer's name."""
     if optim.startswith("paged") or optim in ("sgd", "adafactor"):
         return 0
     if "8bit" in optim:
@@ -359,14 +358,14 @@ def _layer_bytes(
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes that training may take on a device: what is free, and what PyTorch holds already."""
+    """Bytes that training may take on a device: free ones, and those that PyTorch has reserved."""
     if device.type == "cuda":
         return int(_SHARE_OF_DEVICE * (free_gpu_bytes(device) + torch.cuda.memory_reserved(device)))
     return int(_SHARE_OF_DEVICE * psutil.virtual_memory().available)
 
 
 def host_memory() -> int:
-    """Bytes that this process may pin on the host; a container's limit counts, and other ranks of the host share it."""
+    """Bytes that this process may pin on the host, within a container's limit and shared with other ranks."""
     available = psutil.virtual_memory().available
     for limit in _LIMITS:
         if limit.is_file() and (text := limit.read_text().strip()).isdigit():

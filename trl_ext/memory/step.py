@@ -1,4 +1,4 @@
-"""How much memory a training step takes at its peak, by arithmetic."""
+"""Estimate the peak memory of a training step."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,7 +22,7 @@ _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers that memory and time follow from.
+    """Sizes of a model, for estimates of memory and time.
 
     Args:
         parameters: all, tied ones once.
@@ -68,7 +68,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelSize":
-        """Of a model, with or without weights."""
+        """The sizes of a model, with or without weights."""
         decoder = find_decoder(model)
         config: Any = decoder.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -83,7 +83,7 @@ class ModelSize:
         queries = config.num_attention_heads * head_dim
         keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
         norms = _norms(decoder)
-        of_hidden = sum(size == config.hidden_size for name, size in norms if name not in _HEAD_NORMS)
+        hidden_norms = sum(size == config.hidden_size for name, size in norms if name not in _HEAD_NORMS)
         has_head_norms = any(name in _HEAD_NORMS for name, _ in norms)
         return cls(
             parameters=in_layers + ends,
@@ -94,7 +94,7 @@ class ModelSize:
             n_full=n_full,
             sliding_window=(getattr(config, "sliding_window", None) or 0) if n_full < len(types) else 0,
             hidden=config.hidden_size,
-            norms=of_hidden // config.num_hidden_layers,  # the last one stands behind the layers
+            norms=hidden_norms // config.num_hidden_layers,  # the last one stands behind the layers
             normed=queries + keys if has_head_norms else 0,
             intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             queries=queries,
@@ -105,7 +105,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Step:
-    """What a training step is made of, as far as memory goes.
+    """The properties of a training step that its memory depends on.
 
     Args:
         train: "all", "qkv" or "lora".
@@ -135,7 +135,7 @@ class Step:
 
     @property
     def product_bytes(self) -> int:
-        """Of a value that is multiplied."""
+        """Bytes of a value in matrix products."""
         return 2 if self.autocast else self.weight_bytes
 
 
@@ -163,7 +163,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 

@@ -1,7 +1,7 @@
-"""Feed-forward layers and norms of long rows, some tokens at a time: exact, and their inner activations never whole.
+"""Run feed-forward layers and norms of long rows in tiles of tokens: exact, and without whole inner activations.
 
-A feed-forward layer of Llama 3 8B makes 14336 numbers of each token several times over, and a norm three of 4096 in
-float32. Neither looks at other tokens, so a row can pass through in tiles.
+A feed-forward layer of Llama 3 8B makes several vectors of 14336 numbers for each token, and a norm three of 4096 in
+float32. Neither mixes tokens, so a row can pass through in tiles.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from rope_patch.rope.rotary import find_decoder, text_modules
 TILE = 4096
 """Tokens that pass through at once: enough to keep a GPU busy, at 128 MiB for each 16-bit copy of 16384 channels."""
 
-_OF_TOKENS = ("MLP", "RMSNorm", "LayerNorm")  # how classes are called whose outputs depend on one token each
+_PER_TOKEN = ("MLP", "RMSNorm", "LayerNorm")  # name endings of classes whose outputs depend on one token each
 
 
 def tiled_modules(model: nn.Module) -> list[nn.Module]:
@@ -32,8 +32,8 @@ def tiled_modules(model: nn.Module) -> list[nn.Module]:
     found = []
     for _, module in text_modules(find_decoder(model)):
         kind = type(module)
-        of_tokens = kind.__name__.endswith(_OF_TOKENS) and _takes_one_tensor(kind)
-        if (of_tokens or _is_adapted(module)) and not _is_partitioned(module):
+        is_per_token = kind.__name__.endswith(_PER_TOKEN) and _takes_one_tensor(kind)
+        if (is_per_token or _is_adapted(module)) and not _is_partitioned(module):
             found.append(module)
     return found
 
@@ -43,7 +43,7 @@ def _takes_one_tensor(kind: type[nn.Module]) -> bool:
 
 
 def _is_adapted(module: Any) -> bool:
-    """Whether an adapter of PEFT adds to a matrix: it casts inputs to its own dtype, once for each matrix."""
+    """Whether PEFT has adapted a matrix: its adapter casts the inputs to its own dtype, once for each matrix."""
     return isinstance(getattr(module, "base_layer", None), nn.Linear) and hasattr(module, "active_adapters")
 
 
@@ -88,23 +88,23 @@ class _TiledForward:
         self.module, self.forward, self.tile = module, forward, tile
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the module's own forward gives, [batch, n, ...]."""
+        """The output of the module's own forward, [batch, n, ...]."""
         if args or kwargs or x.ndim < 3 or x.shape[1] <= self.tile:
             output: torch.Tensor = self.forward(x, *args, **kwargs)
             return output
         weights = [p for p in self.module.parameters() if p.requires_grad]
         if not torch.is_grad_enabled() or not (x.requires_grad or weights):
             return _in_tiles(self.forward, x, self.tile)
-        # saved before anything runs: a checkpoint's recompute ends when all that was saved is there again
+        # saved before anything runs: a checkpoint's recompute ends when all saved tensors are there again
         anchor = torch.empty(0, device=x.device, requires_grad=True)
         kept: Any = _Keep.apply(anchor, x)
-        # in a tuple, as backward is not to go through it; the tensor itself, as its node lets go of x with it
+        # a tuple hides it from autograd; holding the tensor keeps its node, and with it x, alive
         tiled_output: torch.Tensor = _Tiled.apply(x, (kept,), self, *weights)
         return tiled_output
 
 
 def _in_tiles(forward: Any, x: torch.Tensor, tile: int) -> torch.Tensor:
-    """[forward(x_1), forward(x_2), ...] in one tensor that no second one of its size is needed for."""
+    """[forward(x_1), forward(x_2), ...], written into one tensor, so that no second one of its size is needed."""
     output: torch.Tensor | None = None
     for first in range(0, x.shape[1], tile):
         part = forward(x[:, first : first + tile])
@@ -116,7 +116,7 @@ def _in_tiles(forward: Any, x: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """A node of the graph that holds a tensor as saved, and nothing else."""
+    """A node of the graph that only saves a tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Tiled(torch.autograd.Function):
-    """A forward in tiles that are computed again in backward."""
+    """A forward in tiles, which backward computes again."""
 
     @staticmethod
     def forward(
@@ -169,7 +169,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
-    """Add gradients of a tile, in float32 or better: sums in 16 bits would lose what the last of many tiles add."""
+    """Add gradients of a tile in float32 or better: sums in 16 bits would lose the contributions of the last tiles."""
     for i, gradient in enumerate(found):
         if gradient is None:
             continue
@@ -179,31 +179,31 @@ def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) 
 
 
 def _autocast(device_type: str) -> tuple[str, dict[str, Any]]:
-    """Autocast as it is now, without its cache: weights that a backward casts are of no use to later forwards."""
+    """The current autocast without its cache: later forwards have no use for weights that a backward casts."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     return device_type, {"enabled": enabled, "dtype": dtype, "cache_enabled": False}
 
 
 @contextmanager
 def _kept_where_they_are() -> Iterator[None]:
-    """What tiles save for a backward that follows at once stays on its device, whatever hooks are in force."""
+    """Tensors that a tile saves stay on their device, whatever hooks are in force: their backward follows at once."""
     with saved_tensors_hooks(lambda x: x, lambda x: x):
         yield
 
 
 class _Draws:
-    """The state of the random generators at a forward, for drawing the same in backward."""
+    """The state of the random generators at a forward, so that backward draws the same."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.device_type, self.of_cpu = x.device.type, torch.get_rng_state()
+        self.device_type, self.cpu_state = x.device.type, torch.get_rng_state()
         self.devices, self.states = get_device_states(x)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw as the forward did; afterwards generators go on as if nothing had been drawn."""
+        """Draw as the forward did, and restore the generators afterwards."""
         kind = self.device_type if self.devices else "cuda"
         with torch.random.fork_rng(self.devices, device_type=kind):
-            torch.set_rng_state(self.of_cpu)
+            torch.set_rng_state(self.cpu_state)
             if self.devices:
                 set_device_states(self.devices, self.states, device_type=kind)
             yield

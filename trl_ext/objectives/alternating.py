@@ -1,4 +1,4 @@
-"""Two objectives in one run: one in most optimizer steps, the other at true positions in every so many."""
+"""Two objectives in one run: the second, at true positions, replaces the first in every n-th optimizer step."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,14 +14,14 @@ from .step_means import Part
 
 
 class AlternatingObjective(Objective):
-    """An objective, in whose place another one is minimised in every `every`-th optimizer step, at true positions.
+    """Minimises `extend`, and in every `every`-th optimizer step `restore` instead, at true positions.
 
-    With self-distillation and relations, what is distilled far away is held to what the model knew near by. Evaluation
-    is that of the first.
+    With self-distillation and relations, this keeps short contexts as the model was pretrained while long ones are
+    distilled. Evaluation is that of `extend`.
 
     Args:
-        extend: in most steps.
-        restore: in every `every`-th, the first step being 1.
+        extend: the objective of most steps.
+        restore: the objective of every `every`-th step, counted from 1.
         every: at least 2.
     """
 
@@ -30,7 +30,7 @@ class AlternatingObjective(Objective):
         self.current = extend
 
     def begin(self, step: int | None, first_document: int = 0) -> None:
-        """Take the objective of an optimizer step, the first one being 0; None is evaluation."""
+        """Choose the objective of an optimizer step, counted from 0; None is evaluation."""
         restores = step is not None and (step + 1) % self.every == 0
         self.current = self.restore if restores else self.extend
         self.current.begin(step, first_document)
@@ -50,7 +50,7 @@ class AlternatingObjective(Objective):
 
     @property
     def teacher(self) -> Any:  # type: ignore[override]
-        """The model as it was pretrained, of the one that has it or of both."""
+        """The pretrained model of either objective; they share it if both have one."""
         return self.extend.teacher or self.restore.teacher
 
     @property

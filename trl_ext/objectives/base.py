@@ -1,4 +1,4 @@
-"""The seam between the trainer and what it minimises: options of an objective, its loss, and their registry."""
+"""The interface of objectives: options, loss, and the registry."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -69,11 +69,11 @@ class ObjectiveOptions:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the model as it was pretrained teaches."""
+        """Whether the pretrained model teaches."""
         return True
 
     def cited(self) -> tuple[str, ...]:
-        """BibTeX of the papers of what these options ask for, for the card of a model that is trained so."""
+        """BibTeX of the papers behind these options, for the model card."""
         return ()
 
     @property
@@ -88,31 +88,31 @@ class ObjectiveOptions:
 
     @property
     def compares_forwards(self) -> bool:
-        """Whether forwards of a step are compared, so that what each draws anew would be taken for a difference."""
+        """Whether the loss compares forwards of a step, so that dropout or other noise would count as a difference."""
         return True
 
     @property
     def counts_every_token(self) -> bool:
-        """Whether tokens without a label count too, and the last one of a document, which has no next token."""
+        """Whether tokens without a label, and the last token of a document, count too."""
         return True
 
     @property
     def reads_short_contexts(self) -> bool:
-        """Whether a step reads as many more windows of tokens as the rank's own documents have."""
+        """Whether a step also reads short windows of tokens, as many as the rank's own documents have."""
         return False
 
     def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
-        """What of a batch lives at a time, at most: for estimates of memory.
+        """Upper bounds of what lives in memory at a time, for estimates.
 
         Args:
             config: of the decoder.
-            moved: the largest share of a row that is no longer where it was under a draw of the view.
+            moved: the largest share of a row whose positions a draw of the view changes.
             shared: whether ranks share each row.
         """
         return Held()
 
     def record(self) -> dict[str, Any]:
-        """The options for the record of a run, without those that move work and change no number."""
+        """The options for the record of a run, without those that change no number."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
@@ -125,7 +125,7 @@ class Objective:
         model: patched, with its adapters, before anything wraps it.
         args: of the trainer.
         accelerator: of the trainer.
-        teacher: the model as it was pretrained, if there is one already.
+        teacher: the pretrained model, if it exists already.
         options: None takes those of `args`.
     """
 
@@ -136,10 +136,7 @@ class Objective:
     """Other names of the method, lower case with hyphens, for errors."""
     options_class: ClassVar[type[ObjectiveOptions]]
     takes_view_controls: ClassVar[bool] = False
-    """Whether a view that changes nothing on purpose, as a control of another, is trained with."""
-
-    offloads_shared: ClassVar[bool] = False
-    """Whether `teacher_offload` moves what a teacher in the same weights leaves, besides a copy's weights."""
+    """Whether views that change nothing on purpose, as a control, are allowed."""
 
     shares_sequences: ClassVar[bool] = False
     """Whether several ranks may share a sequence: `read`, `counts` and the divisors of `loss` are then those of whole
@@ -171,7 +168,7 @@ class Objective:
 
     @property
     def shard(self) -> SequenceShard | None:
-        """Which tokens of whole rows the forward in flight has, where several ranks share a sequence."""
+        """The tokens of whole rows that the current forward has, where several ranks share a sequence."""
         state = self.forward_loss.state
         return None if state is None else state.shard
 
@@ -194,15 +191,15 @@ class Objective:
         """
 
     def active(self) -> AbstractContextManager[None]:
-        """To be open around forward and backward of a step."""
+        """Open around forward and backward of a step."""
         return self.forward_loss.active()
 
     def read(self, batch: dict[str, Any]) -> Any:
-        """What of a batch `counts` and `loss` need, read once: here which tokens are real, bool [batch, n]."""
+        """What `counts` and `loss` need of a batch, read once: here which tokens are no padding, bool [batch, n]."""
         return real_tokens(batch["input_ids"], batch.get("attention_mask"))
 
     def counts(self, read: Any) -> dict[str, int]:
-        """What the sums of a batch are divided by, for adding up over an optimizer step."""
+        """The divisors of a batch's sums; they are added up over an optimizer step."""
         return {"tokens": int(read.sum())}
 
     def loss(
@@ -227,10 +224,10 @@ class Objective:
         return loss + tie, parts
 
     def evaluation_loss(self, means: dict[str, float]) -> float | None:
-        """The loss of an evaluation, made of the means of its parts; None for Trainer's mean of its batches' losses.
+        """The loss of an evaluation, made of the means of its parts; None for Trainer's mean over batches.
 
         Args:
-            means: by name, without parts that no batch has anything of.
+            means: by name, without parts that have a count of 0.
         """
         return None
 
@@ -249,22 +246,17 @@ class Objective:
         window = None if state is None else state.native.max_position_embeddings
         if window is not None and length > window:
             logger.warning(
-                "the teacher is the model as it was pretrained, and documents have up to "
-                f"{length} tokens, beyond its window of {window}: there it teaches what it never learned. Lower "
-                "max_length."
+                f"the teacher is the pretrained model, and documents have up to {length} tokens, beyond its window of "
+                f"{window}, where its predictions are bad. Lower max_length."
             )
 
     def _native(self, model: nn.Module) -> SharedTeacher | CopiedTeacher:
-        """The model as it was pretrained: its own weights where it has adapters, else a copy."""
+        """The pretrained model: the same weights without adapters if there are any, else a copy."""
         if self.teacher is None:
             has_adapters = find_causal_lm(model) is not model or adapter_layers(model)
-            offload = self.args.teacher_offload
-            if offload and has_adapters and not self.offloads_shared:
-                raise ValueError(
-                    f"teacher_offload=True would move nothing with adapters: the teacher of {self.name!r} is the model "
-                    "itself without them. Leave it out."
-                )
-            self.teacher = SharedTeacher(model) if has_adapters else CopiedTeacher(model, offload=offload)
+            self.teacher = (
+                SharedTeacher(model) if has_adapters else CopiedTeacher(model, offload=self.args.teacher_offload)
+            )
         return self.teacher
 
     def _make_loss(self, model: nn.Module) -> ForwardLoss:
@@ -291,7 +283,7 @@ def objective_of(args: "RopeSFTConfig") -> type[Objective]:
     Raises:
         ValueError: there is none of this name.
     """
-    require_known("objective", OBJECTIVES, args.objective)  # OBJECTIVES alone would answer a list with a bare TypeError
+    require_known("objective", OBJECTIVES, args.objective)  # OBJECTIVES[...] would raise a bare TypeError for a list
     kind: type[Objective] = OBJECTIVES[args.objective]
     return kind
 
@@ -300,7 +292,7 @@ T = TypeVar("T")
 
 
 def option_classes(cls: type) -> dict[str, type]:
-    """The fields of a dataclass that hold a dataclass, or None, each with its class."""
+    """The fields of a dataclass that hold a dataclass or None, each with its class."""
     hints = get_type_hints(cls)
     return {
         f.name: kind
@@ -311,7 +303,7 @@ def option_classes(cls: type) -> dict[str, type]:
 
 
 def _from_mapping(cls: type[T], owner: str, options: Mapping[str, Any]) -> T:
-    """The dataclass `cls` with `options`, of which a mapping for an option that is a dataclass becomes one.
+    """Make the dataclass `cls` from `options`; a mapping for an option that is a dataclass becomes one.
 
     Raises:
         ValueError: an unknown option, one that is missing, or one out of its range. The error names `owner`.

@@ -1,4 +1,4 @@
-"""objective="hidden-distill": the short term of LongReD, a baseline."""
+"""objective="hidden-distill": short-text distillation of LongReD, a baseline."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ class HiddenOptions(HiddenTargets, ObjectiveOptions):
     """Options of "hidden-distill"."""
 
     def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
-        n_layers = config.num_hidden_layers + 1  # hidden states of teacher and student, of which some are compared
+        n_layers = config.num_hidden_layers + 1  # hidden states of teacher and student
         return Held(graphs=2.0 if self.short_to_long else 1.0, beside=2.0 * n_layers)
 
     def cited(self) -> tuple[str, ...]:

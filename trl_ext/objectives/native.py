@@ -1,4 +1,4 @@
-"""objective="native-distill": predictions of the model as it was pretrained, kept under a view."""
+"""objective="native-distill": keep the predictions of the pretrained model under a view."""
 
 import math
 from dataclasses import dataclass
@@ -41,7 +41,6 @@ class NativeObjective(Objective):
     """
 
     help = "distils predictions of the model as it was pretrained into the sampled view"
-    offloads_shared = True
     shares_sequences = True
     options_class = NativeOptions
     options: NativeOptions
@@ -59,13 +58,13 @@ class NativeObjective(Objective):
         return Labelled.of(batch, self.shard)
 
     def counts(self, read: Labelled) -> dict[str, int]:
-        """Real tokens, and queries with a label or with a next token, of which a step may have none."""
+        """Real tokens, queries with a label, and queries with a next token; the last two may be 0."""
         return {"tokens": int(read.valid.sum()), "labelled": read.n_labels, "next": read.n_next}
 
     def evaluation_loss(self, means: dict[str, float]) -> float | None:
         """The means of KL and cross-entropies, weighed; nan where an evaluation has nothing that counts.
 
-        A mean of batches' losses would take the cross-entropy of a batch without a label for 0.
+        A mean over batches' losses would count the cross-entropy of a batch without labels as 0.
         """
         options = self.options
         weights = {"kl": options.weight, "ce": options.clm_weight, "text_ce": options.text_weight}
@@ -84,9 +83,9 @@ class NativeObjective(Objective):
             parts["kl"] = rows.kl.double().sum(), batch_counts["tokens"]
         if self.forward_loss.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
-            # where running text is read too, other tokens have such values as well
-            of_labels = {name: values.double().masked_fill(~tape.has_label, 0) for name, values in sums.items()}
-            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in of_labels.items()}
+            # with text_weight, tokens without a label have such values too
+            at_labels = {name: values.double().masked_fill(~tape.has_label, 0) for name, values in sums.items()}
+            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in at_labels.items()}
         if self.forward_loss.reads_text:
             parts["text_ce"] = rows.ce.double().sum(), batch_counts["next"]
         return tape.loss, parts

@@ -1,4 +1,4 @@
-"""objective="clm": the next-token loss, TRL's own, or with weights of tokens by longce or cue_weight."""
+"""objective="clm": the next-token loss, TRL's own or with token weights by longce or cue_weight."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,12 +40,12 @@ class WeighedTokens(ObjectiveOptions):
             self.check_length(args.max_length)
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError if every document is at most `length` tokens long and so weighs 1 throughout."""
+        """Raise ValueError if longce weighs every token of documents of at most `length` tokens alike."""
         if self.longce is not None:
             self.longce.check_length(length, "leave longce out of objective_args")
 
     def token_weights(self, args: "RopeSFTConfig") -> LongCE | None:
-        """LongCE's weights of tokens, or those of TRL's `loss_type="dft"`."""
+        """The token weights of LongCE, or of TRL's `loss_type="dft"`."""
         return DFT() if args.loss_type == "dft" else self.longce
 
     @property
@@ -103,7 +103,7 @@ class NextTokenOptions(WeighedTokens):
 
 @OBJECTIVES.register("clm")
 class NextTokenObjective(Objective):
-    """Next-token loss of the sampled view with weights of tokens: LongCE's, EndPrompt's or both.
+    """Next-token loss under the sampled view with token weights: LongCE's, EndPrompt's or both.
 
     loss = (sum over labels of w CE) / labels of the step. Evaluation gives the plain cross-entropy. Both are logged,
     the plain one as `ce` and that of the loss as `weighted_ce`. Without weights the loss is TRL's own, "dft" included,
@@ -143,7 +143,7 @@ class NextTokenObjective(Objective):
         if self.forward_loss.decoder.training:
             return tape.result.loss, parts
         total, _ = parts["ce"]
-        # nan, as TRL's, for a batch without labels
+        # as in TRL nan for a batch without labels
         return (total / batch_counts["labels"]).to(tape.result.loss.dtype), parts
 
     def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:

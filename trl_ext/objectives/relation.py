@@ -28,12 +28,12 @@ class RelationOptions(RelationTargets, ObjectiveOptions):
         super().__post_init__()
         if self.alike_from_the_start and not (self.logit_kl is not None and self.logit_kl.weight):
             raise ValueError(
-                "the first layer without RoPE is alike in teacher and student, so that there is nothing to distil: "
+                "teacher and student have the same first layer without RoPE, so there is nothing to distil: "
                 "name more layers, or take rope='post' with q or k."
             )
 
     def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
-        # the teacher's queries, keys and values of all layers, which are about as wide as 1.5 states
+        # the teacher's queries, keys and values of all layers, together about 1.5 hidden states wide
         n_layers = config.num_hidden_layers if self.layers is None else len(self.layers)
         return Held(beside=1.5 * n_layers)
 
@@ -41,7 +41,7 @@ class RelationOptions(RelationTargets, ObjectiveOptions):
         return (papers.LINEAR_ARD,)
 
     def record(self) -> dict[str, Any]:
-        # a logit KL of weight 0 is logged alone and trains nothing
+        # a logit KL of weight 0 is only logged
         trained = self.logit_kl if self.logit_kl is not None and self.logit_kl.weight else None
         return {**super().record(), "logit_kl": trained}
 
@@ -60,7 +60,6 @@ class RelationObjective(Objective):
 
     help = "distils relations of the model as it was pretrained into the rescaled one"
     synonyms = ("linearard",)
-    offloads_shared = True
     shares_sequences = True
     options_class = RelationOptions
     options: RelationOptions

@@ -44,10 +44,10 @@ Teacher = Literal["self", "native"]
 
 @dataclass(frozen=True, kw_only=True)
 class RestoringSteps(RelationOptions):
-    """Options of "relation-distill" where it takes the place of another objective in some steps, at true positions.
+    """Options of "relation-distill" when it replaces another objective in some steps, at true positions.
 
     Args:
-        every: in every how many optimizer steps, at least 2.
+        every: distance between those optimizer steps, at least 2.
     """
 
     every: int
@@ -62,14 +62,14 @@ class SelfDistillOptions(WeighedTokens, ViewConsistency):
     """Options of "self-distill".
 
     Args:
-        teacher: "self", true positions in the model as it is, or "native", in the model as it was pretrained: adapters
-            off or a frozen copy, native RoPE. All rows are then compared, s being 0.
-        control: what stands in for the view, e.g. `{"kind": "dropout"}`, or None.
+        teacher: "self" is the current model at true positions; "native" is the pretrained model with native RoPE, by
+            switching adapters off or by a frozen copy. With "native" all rows are compared: s is 0.
+        control: noise in place of the view, e.g. `{"kind": "dropout"}`, or None.
         restore: steps that distil relations instead, e.g. `{"every": 4}`, or None.
         passes: "auto" one forward for both views where that is exact, "two", or "sequential": two, each with its own
             backward, in little more memory than next-token training takes.
-        max_copies: bound of memory under "auto": a batch whose draw would run more of its tokens once more, as a share
-            of all, runs sequentially. None: no bound.
+        max_copies: limit of memory under "auto", as a share of a batch's tokens: a batch runs sequentially if its draw
+            would run a larger share a second time. None: no limit.
     """
 
     teacher: Teacher = "self"
@@ -87,12 +87,12 @@ class SelfDistillOptions(WeighedTokens, ViewConsistency):
             require_number("max_copies", self.max_copies, below=1)
         if not self.compares_in_training and (self.passes == "sequential" or self.max_copies is not None):
             raise ValueError(
-                "passes='sequential' and max_copies are of two views, and training runs one with kl_weight=0 and no "
-                "view_clm: leave them out, or give one of those."
+                "passes='sequential' and max_copies need two forwards, and training runs one with kl_weight=0 and no "
+                "view_clm: leave them out, or set kl_weight or view_clm."
             )
         if self.control is not None and (self.passes, self.max_copies, self.teacher) != ("auto", None, "self"):
             raise ValueError(
-                "a control runs in two passes of the model itself: leave out passes, max_copies and teacher."
+                "a control always runs two passes of the same model: leave out passes, max_copies and teacher."
             )
 
     def check_run(self, args: "RopeSFTConfig") -> None:
@@ -135,8 +135,8 @@ class SelfDistillOptions(WeighedTokens, ViewConsistency):
         return (papers.RPSD, *super().cited(), *(() if self.restore is None else self.restore.cited()))
 
     def record(self) -> dict[str, Any]:
-        of_memory = ("passes", "max_copies")
-        options = {name: value for name, value in super().record().items() if name not in of_memory}
+        memory_options = ("passes", "max_copies")
+        options = {name: value for name, value in super().record().items() if name not in memory_options}
         return {**options, "restore": None if self.restore is None else self.restore.record()}
 
 
@@ -163,7 +163,7 @@ class SelfDistillObjective(NextTokenObjective):
 
     @classmethod
     def build(cls, model: nn.Module, args: "RopeSFTConfig", accelerator: Accelerator) -> Objective:
-        """The objective; with `restore` LinearARD's relations take its place in every so many steps."""
+        """The objective; with `restore`, LinearARD's relations replace it in every n-th step."""
         options = SelfDistillOptions.of(args)
         if options.restore is None:
             return cls(model, args, accelerator)
@@ -249,7 +249,7 @@ class SelfDistillObjective(NextTokenObjective):
     ) -> tuple[torch.Tensor, dict[str, Part]]:
         if not self._takes_two_calls(read):
             return super().loss(model, inputs, read, counts, batch_counts)
-        # gradients of both backward passes are exchanged with the second
+        # the second backward pass exchanges the gradients of both
         with self.accelerator.no_sync(model):
             earlier = StandardTape(read, counts["labels"])
             with rope_view(self.forward_loss.decoder, "standard"):
@@ -262,7 +262,7 @@ class SelfDistillObjective(NextTokenObjective):
         return loss + tie + first.detach(), parts
 
     def _takes_two_calls(self, read: Labelled) -> bool:
-        """Whether a batch runs in two calls; on all ranks if on one, which gather weights and gradients together."""
+        """Whether a batch runs in two calls: on all ranks if on one, as they gather weights and gradients together."""
         if self._max_copies == 1 or not self.forward_loss.decoder.training:
             return False
         if not self._max_copies:
@@ -271,7 +271,7 @@ class SelfDistillObjective(NextTokenObjective):
         return bool(self.accelerator.reduce(many).item())
 
     def counts(self, read: Labelled) -> dict[str, int]:
-        """Real tokens, labels, and what the KL's sum is divided by, which may go by the clock's draws."""
+        """Real tokens, labels, and the divisor of the KL's sum, which may depend on draws."""
         counts = super().counts(read)
         if self.forward_loss.compares:
             counts["compared"] = self.forward_loss.kl_count(read)

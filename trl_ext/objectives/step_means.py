@@ -1,20 +1,20 @@
-"""Means that are logged: sums and counts of all batches and ranks of an optimizer step, divided once."""
+"""Means for the log: sums over all batches and ranks of an optimizer step, divided by their counts once."""
 
 import torch
 from accelerate import Accelerator
 
 Part = tuple[torch.Tensor, torch.Tensor | float]
-"""The sum of a quantity over what a batch has of it, and how much that is: scalars."""
+"""The sum of a quantity over a batch, and its count: scalars."""
 
 
 class StepMeans:
     """Sums and counts by name, until their means are taken.
 
-    A mean of the means of batches would weigh a short batch like a long one, and not be a part of the loss.
+    A mean over batches' means would weigh a short batch like a long one, and differ from the loss.
 
     Args:
         accelerator: of the trainer.
-        ranks_alike: whether the loss is a mean of the ranks' own means, which weighs them alike whatever they have.
+        ranks_alike: whether the loss is the mean of the ranks' means, so that each rank has the same weight.
     """
 
     def __init__(self, accelerator: Accelerator, *, ranks_alike: bool) -> None:
@@ -25,15 +25,15 @@ class StepMeans:
         """Add a batch. All ranks give the same names in the same order."""
         for name, (total, count) in parts.items():
             total = total.detach().double()
-            # of a number a fill, where a copy to the GPU would wait
+            # filled on the GPU: copying a number there would synchronize
             counted = count.to(total) if isinstance(count, torch.Tensor) else torch.full_like(total, count)
-            of_batch = torch.stack([total, counted])
-            self._sums[name] = self._sums[name] + of_batch if name in self._sums else of_batch
+            sum_and_count = torch.stack([total, counted])
+            self._sums[name] = self._sums[name] + sum_and_count if name in self._sums else sum_and_count
 
     def take(self) -> dict[str, float]:
-        """Mean of each quantity over all ranks, without those that nothing was found of, and start anew.
+        """Return the mean of each quantity over all ranks, and start anew.
 
-        A sum that is nan gives a nan: only what has a count of 0 is left out.
+        A quantity with a count of 0 is left out; a sum that is nan gives nan.
         """
         if not self._sums:
             return {}

@@ -12,7 +12,7 @@ _NAME = re.compile(r"[\w.]+")  # of a module, or its end
 
 
 def adapter_config(model: ModelConfig) -> "PeftConfig | None":
-    """[`~trl.get_peft_config`] that takes one name of a module as a name.
+    """[`~trl.get_peft_config`] in which a single module name works as `lora_target_modules`.
 
     TRL hands a single entry of `lora_target_modules` on as a text, so that "all-linear" and patterns can be given, and
     PEFT takes every other text as a pattern of whole names: `q_proj` alone would find no module.

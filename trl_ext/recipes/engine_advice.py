@@ -1,4 +1,4 @@
-"""Which engine fits a fine-tuning on several GPUs, by arithmetic, before anything is loaded or launched."""
+"""Estimate which engine fits a fine-tuning on several GPUs, before anything is loaded or launched."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class EngineNeed:
     Args:
         config: name of the engine's config.
         n_gpus: GPUs in all.
-        bytes: without anything done about rows.
+        bytes: without `long_rows`.
         bytes_long: with `long_rows`.
         refused: why the engine does not take the training; None if it does.
     """
@@ -36,7 +36,7 @@ class EngineNeed:
     refused: str | None = None
 
     def fits(self, capacity: int) -> str:
-        """What a GPU with `capacity` bytes for a step says to it."""
+        """Whether it fits a GPU with `capacity` bytes for a step, in words."""
         if self.refused is not None:
             return "refused"
         if self.bytes <= capacity:
@@ -45,22 +45,22 @@ class EngineNeed:
 
 
 def engine_needs(
-    model: nn.Module, training: Any, n_gpus: int, device: torch.device, of_row: int | None = None
+    model: nn.Module, training: Any, n_gpus: int, device: torch.device, gpus_per_row: int | None = None
 ) -> list[EngineNeed]:
-    """Needs of each engine on so many GPUs, the one with the least communication first.
+    """The needs of each engine on `n_gpus` GPUs, in order of increasing communication.
 
     Args:
         model: as it is trained, on any device.
         training: a `RopeSFTConfig` with max_length.
         n_gpus: GPUs in all, of one host.
         device: that trains.
-        of_row: GPUs that share a row; None for all.
+        gpus_per_row: GPUs that share a row; None for all.
     """
     needs = []
     may_be_long = training.long_rows != "off" and training.gradient_checkpointing
     host = host_memory() // n_gpus
     for config in ("ddp", "zero2", "fsdp2", "fsdp2-cp") if n_gpus > 1 else ("ddp",):
-        sharding = Sharding.of_config(config, n_gpus, of_row)
+        sharding = Sharding.of_config(config, n_gpus, gpus_per_row)
         plan = plan_memory(model, training, training.max_length, device, training.long_rows, sharding, host)
         refused = why_not_shared(model, training, "cp", sharding.row) if sharding.ring else None
         long = plan.needed_when_on if may_be_long else plan.needed
@@ -76,10 +76,10 @@ def engine_advice(
     n_gpus: Sequence[int],
     *,
     attention: str | None = None,
-    of_row: int | None = None,
+    gpus_per_row: int | None = None,
     available: int | None = None,
 ) -> str:
-    """A table of what each engine needs on so many GPUs, and which one to take.
+    """A table of the memory that each engine needs, and a recommendation.
 
     Args:
         model_config: config of the model, or its name.
@@ -88,7 +88,7 @@ def engine_advice(
         dtype: of the weights; None is float32, as TRL loads them.
         n_gpus: numbers of GPUs to look at, rising.
         attention: implementation that the model is loaded with; None for Transformers' choice.
-        of_row: GPUs that share a row under "fsdp2-cp"; None for all.
+        gpus_per_row: GPUs that share a row under "fsdp2-cp"; None for all.
         available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
@@ -97,22 +97,22 @@ def engine_advice(
     if training.max_length is None:
         raise ValueError("a plan needs the length of rows: give max_length.")
     model = model_on_meta(model_config, peft_config, dtype, trusts_code(training))
-    if attention is not None:  # the plan asks its name alone, and the package of its kernels may be elsewhere
+    if attention is not None:  # only the name is needed, and its kernels may not be installed here
         find_causal_lm(model).config._attn_implementation = attention
     if training.trainable == "qkv":
         train_qkv_only(model)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    needs = [need for n in n_gpus for need in engine_needs(model, training, n, device, of_row)]
+    needs = [need for n in n_gpus for need in engine_needs(model, training, n, device, gpus_per_row)]
     tokens = training.per_device_train_batch_size * training.max_length
     most = max(n_gpus) if available is None else available
-    reasons = [why_not_shared(model, training, "sp", of_row or n) for n in n_gpus if n > 1]
+    reasons = [why_not_shared(model, training, "sp", gpus_per_row or n) for n in n_gpus if n > 1]
     ulysses = reasons[0] if reasons and all(reasons) else None
     return _table(needs, tokens, device_memory(device) if has_gpu else None, most, ulysses)
 
 
 def choose_engine(needs: Sequence[EngineNeed], capacity: int) -> EngineNeed | None:
-    """What fits with the fewest GPUs, whole rows before shared ones and without `long_rows` before with it."""
+    """The engine that fits on the fewest GPUs; whole rows win over shared ones, and no `long_rows` over it."""
     fitting = [need for need in needs if need.fits(capacity) in ("fits", "fits with long_rows")]
     order = [(need.n_gpus, need.config.endswith("-cp"), need.fits(capacity) != "fits") for need in fitting]
     return fitting[order.index(min(order))] if fitting else None
@@ -123,7 +123,7 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most:
 
     `ulysses` is why "zero3-sp" is refused, None if it is not.
     """
-    lines = [f"A step of {tokens} tokens, GiB on each GPU at its peak, by arithmetic:"]
+    lines = [f"A step of {tokens} tokens, estimated GiB on each GPU at its peak:"]
     for need in needs:
         text = f"  {need.n_gpus} GPU{'s' * (need.n_gpus > 1):1} {need.config:9} {need.bytes / GIB:8.1f}"
         if need.refused is not None:
@@ -151,7 +151,7 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most:
 
 
 def model_on_meta(model_config: Any, peft_config: Any, dtype: Any, trust_remote_code: bool = False) -> nn.Module:
-    """The model without memory for its weights."""
+    """The model on the device "meta", without memory for its weights."""
     config = model_config
     if isinstance(model_config, str):
         config = AutoConfig.from_pretrained(model_config, trust_remote_code=trust_remote_code)

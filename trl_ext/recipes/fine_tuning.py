@@ -44,17 +44,17 @@ from .stopped import SAME_COMMAND_GOES_ON
 logger = logging.get_logger(__name__)
 
 RECORD = "recipe.json"
-"""What the stages of a recipe were begun with, in its `output_dir`."""
+"""The record of a recipe with stages, in its `output_dir`."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a training did.
+    """Figures of a training.
 
     Args:
         steps: optimizer steps.
-        tokens: that it has read.
-        loss: mean of the last tenth of the losses that were logged, None where none was.
+        tokens: trained on.
+        loss: mean of the last tenth of the logged losses, None if none was logged.
     """
 
     steps: int
@@ -64,39 +64,39 @@ class Figures:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a recipe made.
+    """The result of a recipe.
 
     Args:
         folder: the model, or the adapters of a recipe without stages.
-        stages: name -> figures of each stage; of a recipe without stages its own, under "".
+        stages: name -> figures of each stage; "" -> figures of a recipe without stages.
     """
 
     folder: Path
     stages: dict[str, Figures]
 
     def __str__(self) -> str:
-        told = [f"{self.folder}: {sum(one.tokens for one in self.stages.values()):,} tokens"]
+        lines = [f"{self.folder}: {sum(one.tokens for one in self.stages.values()):,} tokens"]
         for name, one in self.stages.items():
             loss = "" if one.loss is None else f", loss {one.loss:.3f} at the end"
-            told.append(f"  {name or 'training'}: {one.steps} steps{loss}")
-        return "\n".join(told)
+            lines.append(f"  {name or 'training'}: {one.steps} steps{loss}")
+        return "\n".join(lines)
 
 
 def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Trained:
     """Train as a recipe says, and save the model, or its adapters, in `output_dir`.
 
-    A recipe has the keys of `rope-patch train`. With `stages`, a list of mappings, each stage has the recipe's keys
-    with its own laid over them, and `name`, its folder in `output_dir`. It begins from what the stage before left: from
-    its weights, or from the base model with its adapters, which are trained on. A `rescale` beside `stages` is applied
-    once, before the first. The same call goes on where an interrupted one stopped, within a stage or between stages. At
-    the end a plain checkpoint, in the dtype of the one that came, is exported to `output_dir/model`.
+    A recipe has the keys of `rope-patch train`. With `stages`, a list of mappings, each stage has the recipe's keys,
+    its own keys, which win, and `name`, its folder in `output_dir`. It begins from the result of the stage before: its
+    weights, or the base model with its adapters, which are trained further. A `rescale` beside `stages` is applied
+    once, before the first. The same call resumes an interrupted one, within a stage or between stages. At the end a
+    plain checkpoint, in the dtype of the original one, is exported to `output_dir/model`.
 
     Args:
         recipe: a YAML file, or its keys and values.
         **overrides: keys that win over those of the recipe and of its stages, e.g. output_dir="other".
 
     Returns:
-        Where the result is, and what was trained.
+        The folder of the result, and figures of the training.
 
     Raises:
         ValueError: the recipe is wrong; model, text and settings do not go together; a stage has a teacher and no
@@ -110,7 +110,7 @@ def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Tr
 
 
 def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
-    """`train_recipe` from the command line; of a recipe with stages it prints what was made, and how to serve it.
+    """`train_recipe` from the command line; for a recipe with stages it also prints the result and how to serve it.
 
     Args:
         arguments: `--config RECIPE.yaml` and flags, which win; None takes those of the process.
@@ -131,7 +131,7 @@ def run(
     trainer_class: type[RopeSFTTrainer] | None = None,
     progress: TrainerCallback | None = None,
 ) -> Trained:
-    """Train what `read_stages` has read.
+    """Train the stages of `read_stages`.
 
     Args:
         stages: of a recipe.
@@ -158,7 +158,7 @@ def run(
             require_same_model(record, str(first.model.model_name_or_path), files, "output_dir")
     with without_empty_folders(root):
         require_writable(root)
-        # of several ranks the first writes
+        # only the first rank writes
         with only_run(root, "output_dir") if first.training.process_index == 0 else nullcontext():
             if not first.name:
                 return Trained(root, {"": _train(first, _text(first), hub_model, None, trainer_class, progress)})
@@ -171,8 +171,8 @@ def run(
 def _run_stages(
     stages: list[Stage], begun: list[Stage], root: Path, hub_model: dict[str, Any] | None, dtype: Any
 ) -> Trained:
-    """Train the stages that are not finished yet, and export what the last one leaves."""
-    ranks = PartialState()  # each of which runs all this; the first one writes
+    """Train the stages that are not finished yet, and export the result of the last one."""
+    ranks = PartialState()  # every rank runs this function, and the first one writes
     texts = [_text(stage) for stage in stages]
     contents = {f"text of {s.name}": _digests(text) for s, text in zip(stages, texts, strict=True)}
     if begun:
@@ -195,12 +195,12 @@ def _run_stages(
         before = stage.folder
     result = root / "model"
     if ranks.is_main_process and (result / "config.json").is_file():
-        logger.warning(f"All that was begun in {root} is done: nothing was left to do.")
+        logger.warning(f"All stages in {root} are finished: nothing was left to do.")
     elif ranks.is_main_process:
-        for left in unfinished_folders(result):  # by a call that was killed here; as large as the model
+        for left in unfinished_folders(result):  # left by a killed export; as large as the model
             shutil.rmtree(left)
         is_adapter = (stages[-1].folder / ADAPTER_CONFIG).is_file()
-        # and not float32, in which weights are trained and which would double the checkpoint
+        # weights are trained in float32, which would double the checkpoint
         source = stages[-1].folder if is_adapter else load_checkpoint(stages[-1].folder, dtype=dtype or "auto")
         export(source, result, check=False)
     ranks.wait_for_everyone()
@@ -208,12 +208,12 @@ def _run_stages(
 
 
 def _settings(stages: Sequence[Stage], begun: Sequence[Stage]) -> dict[str, Any]:
-    """What a later call must not change: which stages there are, and all of those that are begun."""
+    """Settings that a resuming call must not change: the names of stages, and all settings of begun ones."""
     return {"stages": [stage.name for stage in stages], **{f"stage {stage.name}": stage.settings for stage in begun}}
 
 
 def _digests(splits: Mapping[str, Any]) -> dict[str, str | None]:
-    """SHA-256 of the rows of each split, None of a stream: the fingerprint of a dataset is another in each process."""
+    """SHA-256 of the rows of each split, None for a stream; fingerprints of `datasets` differ between processes."""
     digests: dict[str, str | None] = {}
     for name, split in splits.items():
         digest = hashlib.sha256() if isinstance(split, Dataset) else None
@@ -225,9 +225,9 @@ def _digests(splits: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _text(stage: Stage) -> dict[str, Any]:
-    """Rows to train on, under "train", and under "test" those to evaluate on, if the recipe evaluates."""
+    """Rows to train on ("train") and, if the recipe evaluates, to evaluate on ("test")."""
     script, training, data = stage.script, stage.training, stage.data
-    set_seed(training.seed)  # what test_split_size holds out is drawn: alike on all ranks, and when a run goes on
+    set_seed(training.seed)  # test_split_size draws: alike on all ranks and in resumed runs
     dataset = _splits(script, data)
     if script.dataset_train_split not in dataset:
         raise ValueError(
@@ -318,7 +318,7 @@ def _train(
 
 
 def _how_to_go_on(stage: Stage, begun: float) -> str:
-    """What a run that was stopped has left, which began at `begun`; an earlier run may have left checkpoints there."""
+    """How to resume a stopped run that began at time `begun`; older checkpoints may be of an earlier run."""
     newest = last_checkpoint(stage.folder)
     is_of_this_run = newest is not None and (newest / "trainer_state.json").stat().st_mtime >= begun
     checkpoint = newest if is_of_this_run else stage.training.resume_from_checkpoint
@@ -328,7 +328,7 @@ def _how_to_go_on(stage: Stage, begun: float) -> str:
 
 
 def _hub_model_of(training: Any) -> dict[str, Any]:
-    """The model on the hub that the checkpoint to go on from was begun with; nothing where it names none.
+    """The model on the hub that the checkpoint to resume from began with, {} if it names none.
 
     Raises:
         ValueError: there is no such checkpoint, or it is not whole.
@@ -347,13 +347,13 @@ def _hub_model_of(training: Any) -> dict[str, Any]:
 
 
 def _model(stage: Stage, begun: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """The config of the model, and of one on the hub what is asked for and the commit that it is; None of a folder.
+    """The config of the model, and for one on the hub its name, revision and commit, None for a folder.
 
-    A run goes on with the commit that it was begun with: its branch may have moved since.
+    A resumed run keeps the commit that it began with: the branch may have moved since.
 
     Args:
         stage: of a recipe, or the recipe.
-        begun: what the run had that goes on.
+        begun: the model on the hub that a resumed run began with.
     """
     model, training = stage.model, stage.training
     name, revision = str(model.model_name_or_path), stage.loading["revision"]
@@ -373,14 +373,14 @@ def _model(stage: Stage, begun: Mapping[str, Any]) -> tuple[Any, dict[str, Any] 
 
 
 def plan_recipe(
-    arguments: Sequence[str], n_gpus: Sequence[int], of_row: int | None = None, available: int | None = None
+    arguments: Sequence[str], n_gpus: Sequence[int], gpus_per_row: int | None = None, available: int | None = None
 ) -> str:
-    """What each engine needs for the training of a recipe on so many GPUs, of each stage; nothing is loaded or written.
+    """The memory that each engine needs for each stage of a recipe; nothing is loaded or written.
 
     Args:
         arguments: as of `fine_tune_recipe`.
         n_gpus: numbers of GPUs to look at, rising.
-        of_row: GPUs that share a row; None for all.
+        gpus_per_row: GPUs that share a row; None for all.
         available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
@@ -403,7 +403,7 @@ def plan_recipe(
             loading["dtype"],
             n_gpus,
             attention=loading["attn_implementation"],
-            of_row=of_row,
+            gpus_per_row=gpus_per_row,
             available=available,
         )
         plans.append(f"{stage.name}:\n{plan}" if stage.name else plan)
@@ -411,7 +411,7 @@ def plan_recipe(
 
 
 def require_other_folder(output_dir: str | Path, model: ModelConfig) -> None:
-    """Raise ValueError if the result would be written over the model that it comes from."""
+    """Raise ValueError if the result would overwrite the base model."""
     source = Path(str(model.model_name_or_path))
     if source.is_dir() and Path(output_dir).expanduser().resolve() == source.resolve():
         raise ValueError(
@@ -428,7 +428,7 @@ def require_model(model: ModelConfig, revision: str | None = None, trust_remote_
         trust_remote_code: run code that the model brings.
 
     Raises:
-        ValueError: it is no model, or something that is said of adapters has no use.
+        ValueError: it is no model, or options of adapters have no effect.
     """
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path must name the model, a hub id or the folder of a checkpoint.")
@@ -441,15 +441,16 @@ def require_model(model: ModelConfig, revision: str | None = None, trust_remote_
     require_tokenizer(model.model_name_or_path, "model_name_or_path")
     if model.use_peft:
         return config
-    of_adapters = [f for f in fields(ModelConfig) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]
-    changed = [f.name for f in of_adapters if getattr(model, f.name) != f.default]
+    of_peft = ("use_rslora", "use_dora")
+    adapter_fields = [f for f in fields(ModelConfig) if f.name.startswith("lora_") or f.name in of_peft]
+    changed = [f.name for f in adapter_fields if getattr(model, f.name) != f.default]
     if changed:
         raise ValueError(f"{' and '.join(changed)} would have no effect: add use_peft: true, which trains adapters.")
     return config
 
 
 def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:
-    """The text by split."""
+    """Split -> rows."""
     if bool(data.datasets) == bool(script.dataset_name):
         both = "both are given" if data.datasets else "neither is given"
         raise ValueError(
@@ -473,7 +474,7 @@ def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:
 
 
 def _require_read(script: ScriptArguments, data: DatasetMixtureConfig) -> None:
-    """Raise ValueError for a field of the text that is read with the other way of naming it, `datasets` or a name."""
+    """Raise ValueError for a field that has no effect with `datasets`, or none with dataset_name."""
     if data.datasets:
         read_with, instead = "dataset_name", "datasets (streaming, and name in an entry, are theirs)"
         unread: dict[str, Any] = {name: getattr(script, name) for name in ("dataset_config", "dataset_streaming")}
@@ -485,6 +486,5 @@ def _require_read(script: ScriptArguments, data: DatasetMixtureConfig) -> None:
             raise ValueError(f"{name} is read with {read_with}, and has no effect on {instead}, got {value!r}.")
     if data.streaming and data.test_split_size:
         raise ValueError(
-            "test_split_size holds out a part of texts that are all at hand, and streaming=True reads them one by one: "
-            "leave one of the two out."
+            "test_split_size needs the whole dataset, and streaming=True reads it row by row: leave one of the two out."
         )

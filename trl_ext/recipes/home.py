@@ -1,4 +1,4 @@
-"""The user's home in paths where no shell has put it: behind `--FLAG=`, within quotation marks, in recipes."""
+"""Expand `~` where no shell has: after `--FLAG=`, within quotation marks, and in recipes."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def with_home(value: Any) -> Any:
-    """The home in place of the `~` of `~/...`, in an argument of the command line or in all values of a recipe."""
+    """Expand `~/...` in an argument of the command line, or in all values of a recipe."""
     if isinstance(value, str):
         return re.sub(r"^(--[\w-]+=)?~(?=/)", lambda found: (found[1] or "") + os.path.expanduser("~"), value)
     if isinstance(value, list):

@@ -38,7 +38,7 @@ def config_names() -> list[str]:
 
 
 def quiet_other_ranks() -> None:
-    """Let a rank that is not the first of its job say errors alone: all else the first one says for all."""
+    """Silence all but errors on ranks other than the first, which logs for all."""
     if os.environ.get("RANK", "0") == "0":
         return
     from datasets import disable_progress_bars
@@ -52,7 +52,7 @@ def quiet_other_ranks() -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a command is to run on several GPUs.
+    """How to run a command on several GPUs.
 
     Args:
         config: a name of `config_names`, or a file of accelerate's.
@@ -66,12 +66,12 @@ class Launch:
 
     @classmethod
     def take(cls, arguments: Sequence[str]) -> "tuple[Launch | None, list[str]]":
-        """What the flags of a launch say, None without any, and the other arguments.
+        """The launch that flags ask for, None without any, and the other arguments.
 
         Raises:
             ValueError: a flag lacks its value, is no number where one is needed, or stands without --accelerate_config.
         """
-        said: dict[str, str] = {}
+        values: dict[str, str] = {}
         rest: list[str] = []
         left = [part for argument in arguments for part in _split(argument)]
         while left:
@@ -81,22 +81,22 @@ class Launch:
             elif not left:
                 raise ValueError(f"{flag} needs a value.")
             else:
-                said[flag] = left.pop(0)
-        if not said:
+                values[flag] = left.pop(0)
+        if not values:
             return None, rest
-        if _FLAGS[0] not in said:
-            raise ValueError(f"{next(iter(said))} belongs to --accelerate_config NAME: {', '.join(config_names())}.")
-        numbers = {flag: _number(flag, said[flag]) for flag in _FLAGS[1:] if flag in said}
-        return cls(said[_FLAGS[0]], *(numbers.get(flag) for flag in _FLAGS[1:])), rest
+        if _FLAGS[0] not in values:
+            raise ValueError(f"{next(iter(values))} belongs to --accelerate_config NAME: {', '.join(config_names())}.")
+        numbers = {flag: _number(flag, values[flag]) for flag in _FLAGS[1:] if flag in values}
+        return cls(values[_FLAGS[0]], *(numbers.get(flag) for flag in _FLAGS[1:])), rest
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run `rope-patch ARGUMENTS` so, and return its exit status; what made a rank fail is printed last.
+        """Run `rope-patch ARGUMENTS` and return its exit status; the error of a failed rank is printed last.
 
         Raises:
             ValueError: there is no such config, no GPU, no DeepSpeed where it is needed, or GPUs cannot be shared so.
             KeyboardInterrupt: the user has stopped it.
         """
-        # not in every build of torch, and a run in one process comes by here too
+        # imported here, as some builds of torch lack it and single-process runs need this module
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -108,7 +108,7 @@ class Launch:
                 _launch(["--config_file", str(file), "-m", "trl_ext", *arguments], folder)
             except (ChildFailedError, subprocess.CalledProcessError) as error:
                 failure = _failure_of(error, folder)
-                print(f"\n{failure.text}", file=sys.stderr, flush=True)  # a bar may stand on the line
+                print(f"\n{failure.text}", file=sys.stderr, flush=True)  # the line may hold a progress bar
                 return failure.status
             except SignalException as error:
                 if error.sigval == signal.SIGINT:
@@ -130,7 +130,7 @@ class Launch:
         kind = settings.get("distributed_type")
         if n > 1 and (kind == "NO" or kind == "MULTI_CPU" and not settings.get("mpirun_config")):
             raise ValueError(
-                f"--accelerate_config {self.config} has distributed_type {kind}, of which accelerate starts one "
+                f"--accelerate_config {self.config} has distributed_type {kind}, for which accelerate starts one "
                 f"process and not {n}. {_ON_CPUS}"
             )
         if kind == "DEEPSPEED" and find_spec("deepspeed") is None:
@@ -161,14 +161,12 @@ class Launch:
         else:
             sizes["dp_replicate_size"] = n // shared
         defaults = {"dp_replicate_size": 1, "dp_shard_size": 1, "tp_size": 1, "cp_size": 1, "sp_size": 1}
-        of_engine = {} if engine == "cp" else {"sp_backend": "deepspeed", "sp_attn_implementation": "sdpa"}
-        return {
-            "parallelism_config": {f"parallelism_config_{k}": v for k, v in {**defaults, **sizes, **of_engine}.items()}
-        }
+        extra = {} if engine == "cp" else {"sp_backend": "deepspeed", "sp_attn_implementation": "sdpa"}
+        return {"parallelism_config": {f"parallelism_config_{k}": v for k, v in {**defaults, **sizes, **extra}.items()}}
 
 
 def _launch(arguments: list[str], failures: Path) -> None:
-    """Run accelerate's launcher in this process, whose own report of a failing rank does not say why it failed."""
+    """Run accelerate's launcher in this process, without its own report, which does not say why a rank failed."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     reports = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -183,13 +181,13 @@ def _launch(arguments: list[str], failures: Path) -> None:
 
 
 def _failure_of(error: "ChildFailedError | subprocess.CalledProcessError", folder: Path) -> RankFailure:
-    """Why the first of the ranks failed, in words where it could leave none."""
+    """Why the first of the ranks failed, from its own report or its exit status."""
     left = RankFailure.first(folder)
-    if isinstance(error, subprocess.CalledProcessError):  # of one process alone
+    if isinstance(error, subprocess.CalledProcessError):  # a single process
         return left or RankFailure(0, error.returncode, f"the process ended with status {error.returncode}.", 0.0)
     rank, first = error.get_first_failure()
     for other, process in error.failures.items():
-        # one that the system ends leaves no word, and those that wait for it fail in turn
+        # a rank that the system kills writes no report, and ranks that wait for it fail after it
         if process.signal_name() in _OF_SYSTEM and process.timestamp <= first.timestamp + 1:
             what = f"rank {other} was ended by {process.signal_name()}"
             memory = ": the memory of the host may be too small" if process.signal_name() == "SIGKILL" else ""

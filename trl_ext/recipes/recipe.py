@@ -1,4 +1,4 @@
-"""Recipes: YAML files whose keys are fields of the dataclasses that a parser is made of."""
+"""Recipes: YAML files whose keys are the fields of a parser's dataclasses."""
 
 import argparse
 import os
@@ -26,25 +26,25 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 
 
 class RecipeParser(TrlParser):
-    """[`~trl.TrlParser`] whose errors name the file, the key and what was meant.
+    """[`~trl.TrlParser`] whose errors name the file, the key and a suggestion.
 
-    The command line wins over the recipe behind `--config`, as in TRL. Long documents are cut where neither says
-    otherwise (`LONG_DOCUMENTS`). A recipe may also be named first, with no flag.
+    The command line wins over the recipe after `--config`, as in TRL. Long documents are cut unless one of the two says
+    otherwise (`LONG_DOCUMENTS`). A recipe may also be the first argument, without a flag.
 
     Args:
-        dataclass_types: whose fields are the keys of the recipe and the flags of the command line.
+        dataclass_types: their fields are the keys of the recipe and the flags of the command line.
         **kwargs: of `argparse.ArgumentParser`.
     """
 
     def __init__(self, dataclass_types: Any = None, **kwargs: Any) -> None:
-        # a flag in part would be taken for another one
+        # an abbreviated flag would be taken for another one
         super().__init__(dataclass_types, **{"allow_abbrev": False, **kwargs})
         if RopeSFTConfig in list(self.dataclass_types):
             self.set_defaults(**LONG_DOCUMENTS)
         self.add_argument("--help-all", action="help", dest="help", help="explain every field and exit")
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError, where argparse would print the flags of all fields, which are several pages."""
+        """Raise ValueError; argparse would print the flags of all fields, several pages."""
         match = re.match(r"argument --(\w+)\S*: (?:invalid (\w+) value: (.*)|(.*))", message, re.DOTALL)
         if match is None:
             raise ValueError(message)
@@ -111,7 +111,7 @@ class RecipeParser(TrlParser):
         if not argument.startswith("-"):
             return ValueError(f"{argument!r} belongs to no flag; a recipe comes first, and flags are --NAME VALUE.")
         flag, _, _ = argument.partition("=")
-        known = {f"--{action.dest}" for action in self._actions}  # --learning-rate is --learning_rate
+        known = {f"--{action.dest}" for action in self._actions}  # --learning-rate is read as --learning_rate
         return ValueError(f"{unknown('flag', flag, known)} --help-all explains them.")
 
 
@@ -160,14 +160,14 @@ def read_recipe(path: Path) -> dict[Any, Any]:
 
 
 class _OnceEach(yaml.SafeLoader):
-    """Reads YAML as `yaml.safe_load`, which takes the last of two values of a key without a word; this one refuses."""
+    """`yaml.safe_load` that refuses a key with two values, of which PyYAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
-                    problem = f"{key.value!r} stands twice: leave one of them out"
+                    problem = f"{key.value!r} is there twice: leave one out"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add(key.value)
         made: dict[Any, Any] = super().construct_mapping(node, deep)
@@ -175,11 +175,11 @@ class _OnceEach(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, called: str) -> Any:
-    """What a YAML file holds; errors name it as it is `called`.
+    """The content of a YAML file, which errors name `called`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no YAML, is nested too deeply, or has a key twice.
+        ValueError: it is no YAML, or has a key twice.
     """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # noqa: S506
@@ -190,8 +190,6 @@ def read_yaml(path: Path, called: str) -> Any:
         raise ValueError(f"{called} is no YAML: {error.problem}{line}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{called} is no YAML: {error}") from error
-    except RecursionError:
-        raise ValueError(f"{called} is nested too deeply: write lines of `name: value`.") from None
 
 
 def _parts(argument: str) -> list[str]:
@@ -213,7 +211,7 @@ def _check_datasets(path: str, entries: object) -> None:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a value of YAML is one of the type, or a text that the command line would read as one."""
+    """Whether a YAML value has the type, or is a text that the command line would convert to it."""
     origin = get_origin(hint) or hint
     if origin in (Union, types.UnionType):
         return any(_fits(kind, value) for kind in get_args(hint) if kind is not type(None))
@@ -226,7 +224,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if origin in (int, float):
         return _is_number(origin, value)
     if origin is list:
-        return isinstance(value, list | str)  # TRL's parser makes a list of one of a text
+        return isinstance(value, list | str)  # TRL's parser makes a text a list of one
     return not isinstance(origin, type) or isinstance(value, origin)
 
 

@@ -1,4 +1,4 @@
-"""What a recipe asks for: one training, or several `stages`, each with the keys in which it differs."""
+"""The stages of a recipe: one training, or several `stages`, each with the keys in which it differs."""
 
 import json
 import os
@@ -45,25 +45,25 @@ class Stage:
 
     @property
     def folder(self) -> Path:
-        """Of its checkpoints and its result."""
+        """The folder of its checkpoints and its result."""
         return Path(str(self.training.output_dir))
 
     @property
     def figures(self) -> Path:
-        """The file that a stage has once it is finished."""
+        """The file that a finished stage has."""
         return self.folder / "stage.json"
 
     @property
     def is_begun(self) -> bool:
-        """Whether something of it is kept."""
+        """Whether the stage has a checkpoint or is finished."""
         return self.figures.is_file() or last_checkpoint(self.folder) is not None
 
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `from_pretrained`."""
         given: Any = self.training.model_init_kwargs or {}  # parsed from JSON by now
-        of_model = {"revision": self.model.model_revision, "attn_implementation": self.model.attn_implementation}
-        return {**of_model, "dtype": self.model.dtype, **given}
+        model_options = {"revision": self.model.model_revision, "attn_implementation": self.model.attn_implementation}
+        return {**model_options, "dtype": self.model.dtype, **given}
 
 
 def read_stages(
@@ -103,18 +103,18 @@ def read_stages(
 
 
 def require_fitting_stages(stages: Sequence[Stage], window: int | None) -> None:
-    """Raise ValueError for what a stage would do wrong without a word, or not at all.
+    """Raise ValueError if a stage would silently go wrong, or fail late.
 
     Args:
         stages: of a recipe.
-        window: positions that the model was trained on, None where its config says none.
+        window: context window of the model, None if its config has none.
     """
     adapters = stages[0].model.use_peft
     dtype = stages[0].loading["dtype"]
     if not adapters and str(dtype).removeprefix("torch.") not in ("float32", "float64"):
         raise ValueError(
             f"dtype={str(dtype)!r}: without adapters the weights themselves are trained, and 16 bits round steps at a "
-            "learning rate of 2e-5 away: after 40 of them 20 % of bfloat16 weights had changed. Set dtype: float32, "
+            "learning rate of 2e-5 away: after 40 steps only 20 % of bfloat16 weights had changed. Set dtype: float32, "
             "which is trained under bfloat16 autocast and exported in the checkpoint's own dtype, or use_peft: true, "
             "whose adapters are float32 on a base in 16 bits."
         )
@@ -134,14 +134,14 @@ def require_fitting_stages(stages: Sequence[Stage], window: int | None) -> None:
             continue
         if i and not adapters:
             raise ValueError(
-                f"{stage.name}: objective {objective!r} learns from the model as it came, and this stage begins from "
-                "the weights of the one before, which would teach in its place: set use_peft: true, whose adapters "
-                "leave it as it is, or an objective without a teacher."
+                f"{stage.name}: the teacher of objective {objective!r} is the original model, and this stage begins "
+                "from the weights of the stage before, which would teach instead: set use_peft: true, whose adapters "
+                "keep the original weights, or an objective without a teacher."
             )
         if window is not None and length > window:
             raise ValueError(
-                f"{stage.name}: max_length must be within the window of {window} positions that the model came with, "
-                f"beyond which its teacher teaches what it never learned, got {length}."
+                f"{stage.name}: max_length must be within the original window of {window} positions, beyond which the "
+                f"teacher's predictions are bad, got {length}."
             )
 
 
@@ -178,34 +178,21 @@ def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: st
         raise ValueError(
             "there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on the CPU, which is slow."
         ) from error
-    _require_counts(training)
+    if not str(training.output_dir):  # Path("") is the current folder
+        raise ValueError("output_dir must name a folder, got an empty name.")
     _require_no_evaluation(training, data)
     given = vars(parser.parse_known_args(list(flags))[0])
     changed = {key: value for key, value in given.items() if key != "output_dir" and value != defaults.get(key)}
     return Stage(name, script, training, model, data, json.loads(json.dumps(changed, default=str)))
 
 
-def _require_counts(training: RopeSFTConfig) -> None:
-    """Raise ValueError for numbers with which nothing would be trained, and for a folder without a name."""
-    if not str(training.output_dir):
-        raise ValueError("output_dir must name a folder, got an empty name.")
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if getattr(training, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(training, name)}.")
-    if training.max_steps <= 0 and not training.num_train_epochs > 0:
-        raise ValueError(
-            f"num_train_epochs must be above 0 where max_steps is not, got {training.num_train_epochs} and max_steps="
-            f"{training.max_steps}: nothing would be trained."
-        )
-
-
 def _require_no_evaluation(training: RopeSFTConfig, data: DatasetMixtureConfig) -> None:
     """Raise ValueError for a field that is of evaluations alone, of which a run with `eval_strategy` "no" has none."""
     if training.eval_strategy != "no":
         return
-    of_evaluation = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
+    evaluation_options = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
     default = {field.name: field.default for field in fields(training)}
-    without_effect = [name for name in of_evaluation if getattr(training, name) != default[name]]
+    without_effect = [name for name in evaluation_options if getattr(training, name) != default[name]]
     if training.load_best_model_at_end:
         without_effect.append("load_best_model_at_end")
     if data.test_split_size:

@@ -1,4 +1,4 @@
-"""What a command says that was stopped by Ctrl-C. Imports nothing heavy."""
+"""The message of a command stopped by Ctrl-C. Imports nothing heavy."""
 
-SAME_COMMAND_GOES_ON = "What is done is kept, of training up to its last checkpoint: the same command goes on in"
-"""Before the folder of the run."""
+SAME_COMMAND_GOES_ON = "Finished work is kept, of training up to its last checkpoint: the same command resumes in"
+"""The folder of the run follows."""

@@ -1,4 +1,4 @@
-"""Facts that no text holds: drawn names with drawn values."""
+"""Made-up facts: drawn names with drawn values."""
 
 import random
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Fact:
 
 
 def draw_facts(n: int, rng: random.Random) -> list[Fact]:
-    """`n` facts of one wording, with different names and values: only the name tells which one is asked."""
+    """`n` facts in one wording, with different names and values: only the name identifies the one that is asked."""
     wording = rng.choice(FACT_WORDINGS)
     names: list[str] = []
     values: list[str] = []

@@ -23,7 +23,7 @@ _SHORT_FACTS = 3  # in a short row, at most
 
 Ids = Sequence[Sequence[int]]
 OwnTexts = Ids | Callable[[], Ids]
-"""Texts of the model, or a function that gives them, which is called once rows of other kinds are made."""
+"""Texts of the model, or a function that returns them, called after rows of other kinds are made."""
 
 
 def mixed_rows(tokenizer: Any, n: int, **options: Any) -> "Dataset":
@@ -73,7 +73,7 @@ def make_rows(
         n: rows of `length` tokens, counted before some are made as shorter ones.
         length: tokens of a row, special ones included: the window that the model was trained on.
         texts: documents for "text" and "questions".
-        chats: of `own_chats`, for "chats"; or a function that samples them, called when all else is known to be right.
+        chats: of `own_chats`, for "chats"; or a function that samples them, called after all other rows are made.
         own_texts: of `own_texts`, for "own_texts"; or such a function.
         shares: kind -> weight, of which each row kind gets its part; None means equal parts of text, chats and
             questions.
@@ -90,7 +90,7 @@ def make_rows(
     """
     if not 0 <= short <= 1:
         raise ValueError(f"short must be a share from 0 to 1, got {short}.")
-    require_integer("facts", facts, least=1)  # also where no row has questions: a slip is told, not passed over
+    require_integer("facts", facts, least=1)
     require_share_of_chats(chat)
     counts = rows_by_kind(n, shares)
     sources: dict[Kind, OwnTexts] = {"chats": chats, "own_texts": own_texts}
@@ -137,7 +137,7 @@ def make_rows(
 def text_rows_for_training(
     tokenizer: Any, texts: Iterable[str], n: int, *, length: int, label_all: bool = False, seed: int = 0
 ) -> list[Row]:
-    """`n` rows of running text, each from a random place on, which begin as the tokenizer begins a text.
+    """`n` rows of running text from random places, each after the tokenizer's beginning of a text.
 
     Each row is of one document where one is long enough. Rows may overlap.
 
@@ -156,7 +156,7 @@ def text_rows_for_training(
 
 
 def rows_by_kind(n: int, shares: Mapping[str, float] | None = None) -> dict[Kind, int]:
-    """How many of `n` rows each kind gets: its share, rounded so that they make `n` together.
+    """Rows of each kind, `n` in all: its share, rounded.
 
     Raises:
         ValueError: an unknown kind, a weight below 0, or no weight above 0.
@@ -202,7 +202,7 @@ class _Pool:
         self.left: list[Sequence[int]] = []
 
     def rows(self, length: int, label: bool) -> Iterator[Row]:
-        """Texts one after the other: whole ones while there are some that fit, then the beginning of another."""
+        """Rows of texts in sequence: whole texts while one fits, then the beginning of another."""
         while True:
             ids: list[int] = []
             while len(ids) < length:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
-_CHARACTERS_PER_TOKEN = 5  # more than most texts have, so that one look is usually enough
+_CHARACTERS_PER_TOKEN = 5  # more than most texts have, so that one try is usually enough
 _LONGEST_WORD = 40  # characters
 
 
 class Pieces:
-    """Texts from which pieces of a given number of tokens are taken, each place as likely as any other.
+    """Draws pieces of a given number of tokens from texts, uniformly over places.
 
     Args:
         tokenizer: of the model.
@@ -29,7 +29,7 @@ class Pieces:
         self._ends = list(accumulate(map(len, self.texts)))
 
     def draw(self, n_tokens: int, rng: random.Random) -> list[int]:
-        """Ids of `n_tokens` tokens of one document without special tokens; of several only where one is too short.
+        """Token IDs of a piece of `n_tokens` tokens without special tokens, of one document if it is long enough.
 
         Documents of which one is too short are joined by a blank line, each at most once in a piece.
 
@@ -55,18 +55,18 @@ class Pieces:
         return ids[:n_tokens]
 
     def _piece(self, text: str, n_tokens: int, rng: random.Random) -> list[int]:
-        """At most `n_tokens` tokens from a random place on, or the last ones, or all there are."""
+        """`n_tokens` tokens from a random place, or the last ones, or the whole text if it is shorter."""
         start = _word_start(text, rng.randrange(len(text)))
         size = _CHARACTERS_PER_TOKEN * n_tokens
         while start + size < len(text):
             ids = self._ids(text[start : start + size])
-            if len(ids) > n_tokens:  # one more: the last one may be of half a word
+            if len(ids) > n_tokens:  # one more than needed: the last one may be half a word
                 return ids[:n_tokens]
             size *= 2
         ids = self._ids(text[start:])
         if len(ids) >= n_tokens:
             return ids[:n_tokens]
-        while start > 0 and len(ids) < n_tokens:  # too near the end of the document: as far back as needed
+        while start > 0 and len(ids) < n_tokens:  # too near the end of the document: go back
             start = _word_start(text, max(len(text) - size, 0))
             size *= 2
             ids = self._ids(text[start:])
@@ -77,7 +77,7 @@ class Pieces:
 
 
 def _word_start(text: str, place: int) -> int:
-    """The start of the word at `place`: within a word, a piece would begin with tokens that no text has.
+    """The start of the word at `place`: pieces that begin within a word would have unusual tokens.
 
     `place` itself where no word begins soon before it, as in languages without spaces.
     """

@@ -1,4 +1,4 @@
-"""Rows of running text with facts hidden in it, and questions about them at the end whose answers are labelled."""
+"""Rows of text with hidden facts, and questions about them at the end whose answers are labelled."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from rope_patch.prompts.needles import ends_sentence
 from .facts import Fact, draw_facts
 from .pieces import Pieces
 from .row import Row
-from .turns import Turns, require_template
+from .turns import ChatTurns, require_template
 from .wordings import FILLERS
 
 _FILLER_SHARE = 0.25  # of rows whose facts are hidden in short filler
@@ -68,7 +68,7 @@ def draw_question_rows(
     require_share_of_chats(chat)
     if chat > 0:
         require_template(tokenizer, "use chat=0, which asks in raw text")
-    raw, turns = Turns.raw(tokenizer, facts), Turns.chat(tokenizer, facts) if chat > 0 else None
+    raw, turns = ChatTurns.raw(tokenizer, facts), ChatTurns.chat(tokenizer, facts) if chat > 0 else None
     boundaries = _Boundaries(tokenizer)
     while True:
         in_chat = turns is not None and rng.random() < chat
@@ -76,13 +76,13 @@ def draw_question_rows(
 
 
 def require_share_of_chats(chat: float | None) -> None:
-    """Raise ValueError unless `chat` is a share, or None, which leaves the choice to the tokenizer."""
+    """Raise ValueError unless `chat` is a share from 0 to 1, or None."""
     if chat is not None and not 0 <= chat <= 1:
         raise ValueError(f"chat must be a share from 0 to 1, got {chat}.")
 
 
 def _row(
-    pieces: Pieces, boundaries: "_Boundaries", turns: Turns, n: int, length: int, rng: random.Random, advice: str
+    pieces: Pieces, boundaries: "_Boundaries", turns: ChatTurns, n: int, length: int, rng: random.Random, advice: str
 ) -> Row:
     drawn = draw_facts(n, rng)
     hidden = [_ids(pieces, f" {fact.sentence}") for fact in drawn]
@@ -107,7 +107,7 @@ def _row(
     return Row("questions", ids + tail, [0] * len(ids) + labelled)
 
 
-def _asked(pieces: Pieces, turns: Turns, facts: list[Fact]) -> tuple[list[int], list[int]]:
+def _asked(pieces: Pieces, turns: ChatTurns, facts: list[Fact]) -> tuple[list[int], list[int]]:
     """Token ids of questions and answers, and which of them are labelled."""
     ids: list[int] = []
     labelled: list[int] = []
@@ -131,7 +131,7 @@ class _Boundaries:
         self._known: dict[int, bool] = {}
 
     def draw(self, ids: list[int], n: int, rng: random.Random) -> list[int]:
-        """`n` sorted places behind sentences, different ones where there are enough; anywhere in text without any."""
+        """`n` sorted places after sentences, different ones if there are enough; anywhere in text without sentences."""
         for i in set(ids) - self._known.keys():
             self._known[i] = ends_sentence(self.tokenizer, i)
         places = [place for place, i in enumerate(ids, 1) if self._known[i]] or list(range(1, len(ids) + 1))

@@ -13,7 +13,7 @@ ENDINGS = (".jsonl", ".jsonl.xz")
 
 
 def require_row_file(path: Path) -> None:
-    """Raise ValueError unless rows can be written to `path`, a new file in a folder that there is."""
+    """Raise ValueError unless rows can be written to `path`, a new file in an existing folder."""
     if not path.name.endswith(ENDINGS):
         raise ValueError(f"--output must end with {' or '.join(ENDINGS)}, got {path}.")
     if path.exists():
@@ -23,7 +23,7 @@ def require_row_file(path: Path) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write each row as {"input_ids": [...], "completion_mask": [...]}; the file is there as a whole or not at all."""
+    """Write each row as {"input_ids": [...], "completion_mask": [...]}; a failed write leaves no file."""
     from rope_patch.checkpoints.full_disk import whole_file
 
     with whole_file(path) as beside, lzma.open(beside, "wt") if path.suffix == ".xz" else beside.open("w") as file:
@@ -32,7 +32,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def contents(rows: Sequence[Row]) -> list[str]:
-    """What is in rows, a line each: rows of a kind by their lengths, tokens and labelled tokens."""
+    """A line for each kind of rows: lengths, and labelled tokens."""
     lines = []
     for kind in KINDS:
         those = [row for row in rows if row.kind == kind]

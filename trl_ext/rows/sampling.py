@@ -1,4 +1,4 @@
-"""Texts that a model writes itself: what it says is what a trained model must still say."""
+"""Sample texts from a model, to train it on later so that it keeps its own wording."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -18,12 +18,12 @@ from rope_patch.rope.rotary import find_decoder
 
 from .turns import SampledTurns
 
-# fixed, not by free memory: a seed gives the same texts each time. On a GPU most of a small model's step is spent on
-# weights and launches, which more rows share; a CPU is busy with few
+# fixed and not by free memory, so that a seed gives the same texts each time. On a GPU a small model's step mostly
+# reads weights and launches kernels, which more rows share; a CPU is busy with few
 AT_ONCE = {"cuda": 1024, "cpu": 8}
 """Texts that are written at once, by device."""
 
-_FRUITLESS = 10  # batches without one text after which a model counts as one that writes none
+_FRUITLESS = 10  # batches without a text after which sampling stops with an error
 
 
 def own_chats(
@@ -156,10 +156,10 @@ def sampled_chats(
         while len(waiting) < rows:
             waiting.append(next(asked))
         prompts = waiting[:rows]
-        said = sampler.sample(prompts, max_reply_tokens, turns.ends_of_reply, "replies")
-        del waiting[:rows]  # not before, as memory may run out
+        replies = sampler.sample(prompts, max_reply_tokens, turns.ends_of_reply, "replies")
+        del waiting[:rows]  # only now, as memory may run out above
         chats = []
-        for prompt, ids in zip(prompts, said, strict=True):
+        for prompt, ids in zip(prompts, replies, strict=True):
             end = first_end(ids, turns.ends_of_reply)
             if (end is None and not keep_unfinished) or special & set(ids[:end]):
                 continue
@@ -218,8 +218,8 @@ class _Sampler:
         self.causal_lm = self.subject.causal_lm
         if has_view(find_decoder(self.causal_lm), training=False):
             raise ValueError(
-                "a view of the RoPE indices is in force on the model, and what it writes under a view is not what it "
-                "writes: sample outside rope_view, before a view is set for evaluation."
+                "a view of the RoPE indices is in force on the model and would change what it writes: sample outside "
+                "rope_view, before a view is set for evaluation."
             )
         ends = (*end_tokens(self.causal_lm), tokenizer.eos_token_id)
         self.ends = tuple(dict.fromkeys(i for i in ends if i is not None))
@@ -268,7 +268,7 @@ class _Sampler:
                 pad_token=self.pad,
                 step_done=bar.update,
             )
-        self.calls = call  # not before: where memory runs out, a smaller batch begins with the same draws
+        self.calls = call  # only now: after running out of memory, a smaller batch begins with the same draws
         return written
 
 

@@ -1,4 +1,4 @@
-"""What a chat template writes around several questions and their answers."""
+"""The text that a chat template puts around questions and answers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,8 @@ def require_template(tokenizer: Any, remedy: str) -> None:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """What stands before each question and each answer of a row.
+class ChatTurns:
+    """The text before each question and each answer of a row.
 
     Args:
         begin: token ids before the text that the first question is about.
@@ -28,12 +28,12 @@ class Turns:
     before_answer: tuple[str, ...]
 
     @classmethod
-    def raw(cls, tokenizer: Any, n: int) -> "Turns":
+    def raw(cls, tokenizer: Any, n: int) -> "ChatTurns":
         """Lines of running text, for `n` questions."""
         return cls(SpecialTokens.of(tokenizer).begin, ("\n",) * n, (" ",) * n)
 
     @classmethod
-    def chat(cls, tokenizer: Any, n: int) -> "Turns":
+    def chat(cls, tokenizer: Any, n: int) -> "ChatTurns":
         """Turns of one chat, for `n` questions, as the tokenizer's template writes them before its last answer.
 
         Raises:
@@ -63,7 +63,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class SampledTurns:
-    """What a chat that the model writes itself is built of, in token ids.
+    """The parts of a chat that the model writes itself, in token IDs.
 
     Args:
         begin: before the user's text.
@@ -90,7 +90,7 @@ class SampledTurns:
         if not turn or turn[0] not in _special(tokenizer):
             raise ValueError(
                 f"the chat template ends a user's text with {frame.turn!r}, which does not begin with a special token, "
-                "so where a sampled one ends cannot be told. Leave chats out, or take own_texts in their place."
+                "so the end of a sampled text is not known. Leave chats out, or take own_texts in their place."
             )
         shown = tokenizer.apply_chat_template(
             [{"role": "user", "content": "=question="}, {"role": "assistant", "content": "=answer="}], tokenize=False
@@ -101,6 +101,6 @@ class SampledTurns:
 
 
 def _special(tokenizer: Any) -> set[int]:
-    """Tokens that no text is made of: those that are named so, and those that were added for a template."""
+    """Special tokens, also those that were added for a template."""
     added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     return {*tokenizer.all_special_ids, *added}

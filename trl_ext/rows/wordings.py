@@ -1,4 +1,4 @@
-"""How facts are told in training rows, asked for and answered.
+"""Wordings of facts in training rows, of their questions and answers.
 
 `rope_patch.eval` asks in other words, and its keys and haystacks are others: what a model learns here must not be the
 wording of a test.
@@ -12,7 +12,7 @@ ValueKind = Literal["number", "year", "code", "time", "word"]
 
 @dataclass(frozen=True)
 class FactWording:
-    """One form of fact: of a name, `{name}`, something is told, `{value}`.
+    """One wording of a fact that gives `{name}` the `{value}`.
 
     Args:
         fact: the sentence that is hidden in a text; the value stands in it once.

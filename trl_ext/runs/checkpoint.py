@@ -1,4 +1,4 @@
-"""Whether a name leads to a checkpoint, told before anything is loaded. Imports nothing heavy."""
+"""Checks, before anything is loaded, that a name leads to a checkpoint. Imports nothing heavy."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 def base_of_adapter(name: str | Path) -> str | None:
-    """The base model of the adapter in the folder `name`; None where there is no adapter.
+    """The base model of the adapter in the folder `name`, None if there is no adapter.
 
     Raises:
         ValueError: the adapter's config names none, or is no JSON.
@@ -44,7 +44,7 @@ def require_folder_or_id(name: str, argument: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if not name:  # Path("") is the folder that one is in
+    if not name:  # Path("") is the current folder
         raise ValueError(f"{argument} must be a hub id or the folder of a checkpoint, got an empty name.")
     folder = Path(name)
     if folder.is_dir():
@@ -53,14 +53,14 @@ def require_folder_or_id(name: str, argument: str) -> None:
         raise ValueError(f"{argument}: {name} is a file: name the folder of the checkpoint, or a hub id.")
     try:
         validate_repo_id(name)
-        # the hub's old ids without an owner, as gpt2, are of models without RoPE, which all have one with an owner too
+        # old hub ids without an owner, such as gpt2, are of models without RoPE, and exist with an owner too
         is_id = "/" in name
     except HFValidationError:
         is_id = False
     if not is_id:
         raise ValueError(
             f"{argument}: there is no folder {name}, and a hub id has the form OWNER/NAME. Check the name and the "
-            "folder that you are in."
+            "current folder."
         )
 
 
@@ -91,8 +91,9 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None, tr
         options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         return load_pretrained(AutoConfig, name, argument, **options)
     except OSError as error:
-        said = name if revision in (None, "main") else f"{name} at revision {revision}"
-        raise ValueError(f"{argument}: {said} is no folder with a checkpoint, and from the hub: {error}") from error
+        checkpoint = name if revision in (None, "main") else f"{name} at revision {revision}"
+        reason = f"{checkpoint} is no folder with a checkpoint, and from the hub: {error}"
+        raise ValueError(f"{argument}: {reason}") from error
 
 
 def trusts_code(training: Any) -> bool:
@@ -109,7 +110,7 @@ def require_tokenizer(name: str, argument: str) -> None:
     """Raise ValueError if `name` is a folder without a tokenizer, as `save_pretrained` of a model alone makes it.
 
     Args:
-        name: hub id or folder of a checkpoint. Of the hub nothing is looked at.
+        name: hub id or folder of a checkpoint. The hub is not asked.
         argument: what the user gave it as, for messages.
     """
     from rope_patch.checkpoints.files_beside import tokenizer_files

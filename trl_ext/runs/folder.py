@@ -1,4 +1,4 @@
-"""A folder that belongs to one run, which may be stopped and go on. Imports nothing heavy."""
+"""The folder of a run, which may be stopped and resumed. Imports nothing heavy."""
 
 import json
 import os
@@ -17,10 +17,10 @@ def require_same_settings(
     """Raise ValueError if an earlier run has other settings.
 
     Args:
-        file: that the run is recorded in.
-        settings: of this one; of those that are mappings the entries that differ are told.
-        option: names another folder, for the message.
-        hashed: of settings that are hashes, which tell nobody anything, what they are of.
+        file: the record of the run.
+        settings: of this run; the message names the entries that differ.
+        option: the option that names another folder, for the message.
+        hashed: name -> words for the message, of settings that are hashes.
     """
     if not file.is_file():
         return
@@ -34,7 +34,8 @@ def require_same_settings(
             other.append(f"{hashed[name]} changed")
         elif isinstance(there, Mapping) and isinstance(here, Mapping):
             entries = {**there, **here}
-            other += [_differing(f"{name}: {k}", there, here, k) for k in entries if _said(there, k) != _said(here, k)]
+            differing = [key for key in entries if _shown(there, key) != _shown(here, key)]
+            other += [_differing(f"{name}: {key}", there, here, key) for key in differing]
         else:
             other.append(_differing(name, recorded, settings, name))
     if other:
@@ -42,92 +43,82 @@ def require_same_settings(
 
 
 def read_run_record(file: Path) -> dict[str, Any]:
-    """What a run has recorded in a JSON file, which is there.
+    """Read the record of a run, a JSON file that exists.
 
     Raises:
         ValueError: it is damaged.
     """
-    from rope_patch.base.json_records import read_record  # with which torch comes
+    from rope_patch.base.json_records import read_record  # imports torch
 
     return read_record(file, "Restore it from a copy, or begin anew in another folder.")
 
 
 def _differing(name: str, there: Mapping[str, Any], here: Mapping[str, Any], key: str) -> str:
-    return f"{name} {_said(there, key)} there and {_said(here, key)} here"
+    return f"{name} {_shown(there, key)} there and {_shown(here, key)} here"
 
 
-def _said(values: Mapping[str, Any], key: str) -> str:
+def _shown(values: Mapping[str, Any], key: str) -> str:
     return repr(values[key]) if key in values else "not set"
 
 
 def record_settings(file: Path, settings: Mapping[str, Any], option: str) -> None:
-    """Make the folder of `file` the run's.
+    """Claim the folder of `file` for a run.
 
     Args:
-        file: that is not there.
+        file: the record of the run, which does not exist yet.
         settings: of the run.
-        option: names another folder, for the message.
+        option: the option that names another folder, for the message.
 
     Raises:
-        ValueError: another process has begun a run there meanwhile.
+        ValueError: another process has begun a run there in the meantime.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with _written_beside(file, settings) as beside:
-        try:
-            os.link(beside, file)
-        except FileExistsError as error:
-            raise ValueError(_in_use(file.parent, option)) from error
-        except OSError:  # a file system without such links
-            os.replace(beside, file)
+    if file.exists():
+        raise ValueError(_in_use(file.parent, option))
+    write_whole(file, settings)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a training that was stopped in `folder`, None if there is none.
+    """The newest whole checkpoint in `folder`, None if there is none.
 
-    A training that is stopped while it saves leaves a newer one, which is not whole.
+    A training that is stopped while it saves leaves an incomplete one.
     """
     checkpoints = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _STEP.search(path.name))]
     return next((path for _, path in sorted(checkpoints, reverse=True) if is_whole(path)), None)
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether Transformers' state of the trainer is there, which it writes behind all else."""
+    """Whether the trainer's state can be read, which Transformers writes last."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, or cut
+    except (OSError, ValueError):  # missing or incomplete
         return False
     return True
 
 
 def write_whole(file: Path, values: Mapping[str, Any]) -> None:
-    """Write `values` as JSON; a process that is stopped meanwhile leaves the file as it was before."""
-    with _written_beside(file, values) as beside:
-        os.replace(beside, file)
-
-
-@contextmanager
-def _written_beside(file: Path, values: Mapping[str, Any]) -> Iterator[Path]:
+    """Write `values` as JSON; a process that is stopped while it writes leaves the old file."""
     beside = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        yield beside
+        os.replace(beside, file)
     finally:
         beside.unlink(missing_ok=True)
 
 
 @contextmanager
 def only_run(path: Path, option: str) -> Iterator[None]:
-    """Hold the folder of a run: two of them would write the same checkpoints, and remove each other's.
+    """Lock the folder of a run: two runs would write the same checkpoints, and remove each other's.
 
-    Where the system or the file system has no locks, nothing is held. The end of the process lets go, however it ends.
+    Without locks in the system or the file system this does nothing. The lock ends with the process.
 
     Args:
-        path: the file of `record_settings`, or the folder itself where there is none. Network file systems lock files
-            alone.
-        option: names another folder, for the message.
+        path: the file of `record_settings`, or the folder itself if there is none. Network file systems lock files
+            only.
+        option: the option that names another folder, for the message.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process has locked it.
     """
     try:
         import fcntl

@@ -1,4 +1,4 @@
-"""What a run trains with is written beside each of its checkpoints, and none of another method is resumed."""
+"""Record the view, objective and options of a run beside its checkpoints; refuse to resume with others."""
 
 import json
 import os
@@ -22,16 +22,15 @@ _FORMAT = 1
 
 
 def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any]:
-    """The fields that define what is trained, defaults filled in, as JSON reads them back.
+    """The fields that define what is trained, with defaults, as JSON reads them back.
 
-    Options come from the objects that they stand for, so that a list and a tuple, or a default that is given and one
-    that is not, are the same. Left out are fields that move work and change no number (`teacher_offload`, `passes` of
-    "self-distill"), what TRL decides by itself on resuming, and `rescale`, whose RoPE parameters the checkpoint
-    has.
+    Options come from checked objects, so that a list equals a tuple, and a given default equals a missing one. Left out
+    are fields that change no number (`teacher_offload`, `passes` of "self-distill"), fields that TRL sets when it
+    resumes, and `rescale`, whose RoPE parameters the checkpoint has.
 
     Args:
         args: of the trainer.
-        view: in force, which may be one that the model came with.
+        view: in force; the user may have put it on the model.
         seed: of its draws.
     """
     method: dict[str, Any] = {
@@ -50,28 +49,28 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
 
 
 def record_of(method: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """A `training_method` and what it was trained on, as it is recorded."""
+    """The record of a run: its `training_method` and facts."""
     return {"format": _FORMAT, "rope_patch_version": __version__, **method, "run": run}
 
 
 def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[str]) -> None:
     """Raise ValueError if `checkpoint` was trained with another `training_method`.
 
-    Fields that only one of the two names, being of another version, pass; a checkpoint without a record, of plain TRL
-    or an earlier version, passes with a warning.
+    Fields that only one of two versions knows are not compared. A checkpoint of plain TRL has no record and passes
+    with a warning.
     """
     file = Path(checkpoint) / RECORD_NAME
     if not file.is_file():
         logger.warning(
-            f"{checkpoint} has no {RECORD_NAME}, as plain TRL and earlier versions leave it: whether it was trained "
-            "with the same view, objective and options is not known. It is resumed with those given."
+            f"{checkpoint} has no {RECORD_NAME}, as plain TRL writes none: whether it was trained with the same view, "
+            "objective and options is not known. It is resumed with those of this run."
         )
         return
     recorded = read_record(file, "Resume from another checkpoint, or start a new run from its weights.")
     if recorded.get("format") != _FORMAT:
         raise ValueError(f"{file} must be of format {_FORMAT}, got {recorded!r:.200}. Update rope-patch to read it.")
     for name in ("view", "objective"):
-        if recorded.get(name) != method[name]:  # options of the one say nothing of the other
+        if recorded.get(name) != method[name]:  # options of different ones cannot be compared
             recorded.pop(f"{name}_args", None)
     others = differences(recorded, method)
     if others:
@@ -84,7 +83,7 @@ def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[st
 
 
 def differences(recorded: dict[str, Any], current: dict[str, Any], owner: str = "") -> list[tuple[str, str]]:
-    """Of the fields that both have, those that differ: as they were found, and as they are wanted."""
+    """Fields that both have and that differ: (recorded, current) as name=value."""
     found = []
     for name, now in current.items():
         was = recorded.get(name, now)
@@ -96,12 +95,12 @@ def differences(recorded: dict[str, Any], current: dict[str, Any], owner: str = 
 
 
 def _texts(cue: str | list[str] | None) -> Any:
-    """Cues as the texts that their names stand for."""
+    """Cues as texts, in place of their names."""
     return [CUES.get(name, name) for name in cue] if isinstance(cue, list) else cue and CUES.get(cue, cue)
 
 
 def _as_json(value: Any) -> Any:
-    """Objects that check options as their fields."""
+    """A dataclass of options as its fields."""
     return _fields(value) if is_dataclass(value) else repr(value)
 
 

@@ -1,4 +1,4 @@
-"""What a trainer knows of its run for the model card, and the card of the model that it saves."""
+"""The facts of a run for its record, and the card of the model that a trainer saves."""
 
 import math
 import os
@@ -24,7 +24,7 @@ from rope_patch.rope.rotary import find_causal_lm, find_decoder
 from .same_rows import data_facts
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import RopeSFTTrainer
+    from ..config import RopeSFTConfig
 
 _HUB = "hf://datasets/"
 # names of readers of files, which say nothing of the data in them
@@ -33,13 +33,43 @@ _TRAINED = {"all": "every weight", "qkv": "the projections to queries, keys and 
 
 
 @dataclass(frozen=True)
-class DatasetFacts:
-    """What a training set says of itself before it is prepared.
+class SavedRun:
+    """A run at the moment its model is saved.
 
     Args:
-        name: its id on the hub, or the name that it was made with; "" where it says none.
-        documents: how many it has; None where that is not known: of a stream, and of rows of tokens, of which a
-            document may have given several.
+        model: as it is trained.
+        args: of the trainer.
+        train_dataset: as TRL has prepared it.
+        processing_class: tokenizer or processor, None without one.
+        lr_scheduler: None before training.
+        steps: optimizer steps so far.
+        tokens: trained on so far.
+        base_revision: of the base model on the hub, None if it is not known.
+        hub_model: name, revision and commit of a base model on the hub.
+        hub_model_id: under which the result is pushed, None if it is not.
+        tags: that every card of this trainer has.
+    """
+
+    model: Any
+    args: "RopeSFTConfig"
+    train_dataset: Any
+    processing_class: Any
+    lr_scheduler: Any
+    steps: int
+    tokens: int
+    base_revision: str | None
+    hub_model: dict[str, Any] | None
+    hub_model_id: str | None
+    tags: Sequence[str]
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """Name and size of a training set before it is prepared.
+
+    Args:
+        name: its id on the hub, or the name that it was made with; "" if it has none.
+        documents: how many it has; None for a stream and for rows of tokens, whose documents are not known.
     """
 
     name: str = ""
@@ -47,7 +77,7 @@ class DatasetFacts:
 
     @classmethod
     def of(cls, dataset: Any) -> Self:
-        """Read them off a `datasets.Dataset` or what else a trainer takes."""
+        """Read them from a `datasets.Dataset`, or anything else that a trainer takes."""
         info = getattr(dataset, "info", None)
         files = list(getattr(info, "download_checksums", None) or {})
         on_hub = [file.removeprefix(_HUB).partition("@")[0] for file in files if file.startswith(_HUB)]
@@ -57,35 +87,33 @@ class DatasetFacts:
         return cls(name, len(dataset) if isinstance(dataset, Sized) and not is_cut else None)
 
     def named(self, name: str | None) -> Self:
-        """The same with the name that a user gives."""
+        """A copy with the name that a user gives."""
         return self if name is None else replace(self, name=name)
 
 
 def runs_before(name_or_path: str, output_dir: str | None) -> list[dict[str, Any]]:
-    """The runs that made the model which a run begins with; of one of its own checkpoints, those before it."""
+    """Records of the runs that made a base model; for a checkpoint in `output_dir`, without this run's own."""
     runs = read_runs(name_or_path)
     own = runs and output_dir is not None and Path(output_dir).resolve() in Path(name_or_path).resolve().parents
     return runs[:-1] if own else runs
 
 
 def run_facts(
-    trainer: "RopeSFTTrainer",
+    run: SavedRun,
     source: ViewSource | None,
     dataset: DatasetFacts,
     earlier: Sequence[Mapping[str, Any]],
-    tokens: int,
 ) -> dict[str, Any]:
-    """What a run has trained, on what and how long, as JSON values; without what is not known.
+    """The facts of a run as JSON values, without those that are not known.
 
     Args:
-        trainer: of the run.
+        run: as it is saved.
         source: of its view, None for a model without RoPE.
-        dataset: as it came.
-        earlier: runs that made the model it began with.
-        tokens: that it has seen.
+        dataset: as the user gave it.
+        earlier: records of the runs that made the base model.
     """
-    args, model = trainer.args, trainer.model
-    revision = trainer.base_revision or base_revision(model)
+    args, model = run.args, run.model
+    revision = run.base_revision or base_revision(model)
     base = BaseModel.of(find_causal_lm(model).config._name_or_path, revision)
     before = earlier[-1].get("run", {}).get("rescalings", []) if earlier else []
     state = None if source is None else state_of(find_decoder(model))
@@ -99,18 +127,18 @@ def run_facts(
     cited.append(papers.TRL)
     known = {
         "base_model": None if base is None else base.to_dict(),
-        "hub_model": trainer.hub_model,
+        "hub_model": run.hub_model,
         "native_window": None if source is None else native_window(model, earlier),
         "rescalings": [*before, *({"method": one.name, "options": one.options()} for one in rescalings)],
         "trained": _trained(model, args.trainable),
         "dataset": dataset.name or None,
         "documents": dataset.documents,
-        "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Sized) else None,
-        **data_facts(trainer.train_dataset, args),
+        "rows": len(run.train_dataset) if isinstance(run.train_dataset, Sized) else None,
+        **data_facts(run.train_dataset, args),
         "row_length": args.max_length,
-        "tokens": tokens,
-        "steps": trainer.state.global_step,
-        "learning_rate": _learning_rate(trainer),
+        "tokens": run.tokens,
+        "steps": run.steps,
+        "learning_rate": _learning_rate(run),
         "papers": list(dict.fromkeys(cited)),
         "versions": installed_versions("torch", "transformers", "trl", "peft"),
     }
@@ -118,24 +146,24 @@ def run_facts(
 
 
 def card_of(
-    trainer: "RopeSFTTrainer",
+    run: SavedRun,
     runs: Sequence[Mapping[str, Any]],
     *,
     title: str | None = None,
     tags: str | list[str] | None = None,
 ) -> str:
-    """The card of the model as it stands.
+    """The card of a model that is saved.
 
     Args:
-        trainer: of the last run.
-        runs: all of them.
+        run: the last one.
+        runs: the records of all of them.
         title: None takes the id on the hub, or the name of the output folder.
-        tags: beside those of TRL and of this package.
+        tags: besides those of TRL and of this package.
     """
-    model, tokenizer = trainer.model, trainer.processing_class
+    model, tokenizer = run.model, run.processing_class
     causal_lm = find_causal_lm(model)
     facts = facts_of(model, runs, is_adapter=causal_lm is not model, rescalings=runs[-1]["run"]["rescalings"])
-    name = title or trainer.hub_model_id or Path(str(trainer.args.output_dir)).resolve().name
+    name = title or run.hub_model_id or Path(str(run.args.output_dir)).resolve().name
     serving = None
     if facts.context and not facts.always_view and not facts.has_own_code:  # which `export` refuses
         config = text_config(causal_lm, find_decoder(model))
@@ -144,7 +172,7 @@ def card_of(
     facts = replace(
         facts,
         serving=serving,
-        tags=tuple(dict.fromkeys([*facts.tags, "generated_from_trainer", *_tags_of_trl(trainer), *given])),
+        tags=tuple(dict.fromkeys([*facts.tags, "generated_from_trainer", *_trl_tags(run), *given])),
         links=_links(),
         has_tokenizer=tokenizer is not None,
         has_chat_template=getattr(tokenizer, "chat_template", None) is not None,
@@ -152,14 +180,13 @@ def card_of(
     return render(facts, name.split("/")[-1])
 
 
-def _learning_rate(trainer: "RopeSFTTrainer") -> str:
-    """Peak and schedule; where warm-up was longer than the steps so far, the highest rate that they had."""
-    peak = trainer.args.learning_rate
-    schedule = getattr(trainer.args.lr_scheduler_type, "value", trainer.args.lr_scheduler_type)
-    steps = trainer.state.global_step
-    # what a rate is multiplied by, from step to step: of the schedules of Transformers, and not of those of DeepSpeed
-    factors = getattr(trainer.lr_scheduler, "lr_lambdas", None)
-    highest = max(map(factors[0], range(steps))) if factors and steps else 1.0
+def _learning_rate(run: SavedRun) -> str:
+    """Peak and schedule; if training ended within the warm-up, the highest rate that was reached."""
+    peak = run.args.learning_rate
+    schedule = getattr(run.args.lr_scheduler_type, "value", run.args.lr_scheduler_type)
+    # the factor on the rate by step, which schedules of Transformers have and those of DeepSpeed do not
+    factors = getattr(run.lr_scheduler, "lr_lambdas", None)
+    highest = max(map(factors[0], range(run.steps))) if factors and run.steps else 1.0
     if highest < 1 and not math.isclose(highest, 1):
         return f"at most {highest * peak:.3g}, {schedule}: the steps ended before the peak of {peak:g}"
     return f"{peak:g}, {schedule}"
@@ -169,21 +196,21 @@ def _trained(model: Any, trainable: str) -> str:
     configs = adapter_configs(model)
     if not configs:
         return _TRAINED[trainable]
-    told = []
+    adapters = []
     for config in configs.values():
         kind = {"LORA": "LoRA"}.get(config.peft_type.value, config.peft_type.value)
         rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
         on = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
-        told.append(f"adapters, {kind}{f' of rank {rank}' if rank else ''}{f' on {on}' if on else ''}")
-    return "; ".join(told)
+        adapters.append(f"adapters, {kind}{f' of rank {rank}' if rank else ''}{f' on {on}' if on else ''}")
+    return "; ".join(adapters)
 
 
-def _tags_of_trl(trainer: "RopeSFTTrainer") -> list[str]:
-    """Those of TRL's own card."""
+def _trl_tags(run: SavedRun) -> list[str]:
+    """The tags of TRL's own card."""
     jobs = ["hf_jobs"] if "JOB_ID" in os.environ else []
-    unsloth = ["unsloth"] if hasattr(trainer.model.config, "unsloth_version") else []
+    unsloth = ["unsloth"] if hasattr(run.model.config, "unsloth_version") else []
     tracked = trl_utils.get_trackio_space_url()
-    return [*trainer._tag_names, *jobs, *unsloth, *([f"trackio:{tracked}"] if tracked else [])]
+    return [*run.tags, *jobs, *unsloth, *([f"trackio:{tracked}"] if tracked else [])]
 
 
 def _links() -> tuple[tuple[str, str], ...]:

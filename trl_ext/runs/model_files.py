@@ -1,4 +1,4 @@
-"""The files or the commit of a model when a run began, so that it goes on with the same model, or not at all."""
+"""The files or the commit of a model when a run began, so that it is resumed with the same model only."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from transformers.utils import cached_file, extract_commit_hash
 from .folder import read_run_record
 
 _KINDS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")  # weights, config and tokenizer
-_END = 1 << 20  # bytes of either end of a large file that are looked at
+_END = 1 << 20  # bytes at each end of a large file that are hashed
 
 
 def model_files(name: str) -> dict[str, list[Any]]:
-    """Name -> size and SHA-256 of each file of a checkpoint in a folder; nothing of a model on the hub.
+    """Name -> size and SHA-256 of each file of a checkpoint in a folder; {} for a model on the hub.
 
-    Of files above two MiB, which weights are, the first and the last MiB are hashed.
+    Of files above two MiB, such as weights, the first and the last MiB are hashed.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -34,31 +34,26 @@ def require_same_model(record: Path, name: str, files: dict[str, list[Any]], opt
         files: that are there now.
         option: names another folder than that of `record`, for the message.
     """
-    before = recorded_files(record)
-    if before is None:
+    if not record.is_file():
         return
+    before = read_run_record(record)["model_files"]
     changed = sorted(file for file in before.keys() | files.keys() if before.get(file) != files.get(file))
     if changed:
         raise ValueError(
-            f"the model in {name} is another than the one that {record.parent} was begun with: {', '.join(changed)} "
-            f"changed. Put the model back, or use another {option}."
+            f"the model in {name} is not the one that {record.parent} was begun with: {', '.join(changed)} changed. "
+            f"Put the model back, or use another {option}."
         )
 
 
-def recorded_files(record: Path) -> dict[str, list[Any]] | None:
-    """The files that a run was begun with; None where there is no run, or one of an older version, which kept none."""
-    return begun_with(record).get("model_files")
-
-
 def begun_with(record: Path) -> dict[str, Any]:
-    """What a run recorded in a JSON file when it was begun; nothing where there is no run."""
+    """What a run recorded in a JSON file when it began; {} if there is no run."""
     return read_run_record(record) if record.is_file() else {}
 
 
 def recorded_commit(begun: Mapping[str, Any], name: str, revision: str | None) -> str | None:
-    """The commit on the hub that a run of this model and revision was begun with; None of another run, or of none.
+    """The commit on the hub that a run of this model and revision began with; None for another run, or none.
 
-    Its branch may have moved since, and a run that goes on goes on with the same weights.
+    The branch may have moved since, and a resumed run keeps its weights.
 
     Args:
         begun: `model`, `model_revision` and `model_commit` of the run, as it recorded them.
@@ -71,7 +66,7 @@ def recorded_commit(begun: Mapping[str, Any], name: str, revision: str | None) -
 
 
 def commit_of(name: str, revision: str | None, *, cache_dir: str | None = None, subfolder: str = "") -> str | None:
-    """The commit that a revision is in the cache, into which its config was just read; None of a folder.
+    """The commit of a revision in the cache, where its config was just stored; None for a folder.
 
     Args:
         name: hub id or folder.

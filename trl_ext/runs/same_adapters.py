@@ -1,4 +1,4 @@
-"""Adapters of a checkpoint that is resumed must be those that the run trains: PEFT loads others in silence, or none."""
+"""Refuse to resume with other adapters than the checkpoint's: PEFT would silently load them, or none."""
 
 import json
 from pathlib import Path
@@ -15,20 +15,20 @@ from .method_record import differences
 
 logger = logging.get_logger(__name__)
 
-# where adapters come from and how they began, which says nothing of what they compute
+# options that do not change what adapters compute
 _MAY_DIFFER = (
     "auto_mapping", "base_model_name_or_path", "inference_mode", "init_weights", "peft_version", "revision",
     "task_type",
 )  # fmt: skip
-# of `init_lora_weights`: others, such as PiSSA, take from the weights below what adapters begin with
+# values of `init_lora_weights` that leave the base weights alone; others, such as PiSSA, change them
 _LEAVE_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def require_same_adapters(model: nn.Module, checkpoint: str) -> None:
     """Raise ValueError if `checkpoint` has no adapters like those of `model`, or has some and the model has none.
 
-    Options of another version of PEFT pass where only one of the two names them. Another base model passes with a
-    warning, as a folder may have been moved.
+    Options that only one of two versions of PEFT knows are not compared. Another base model passes with a warning, as a
+    folder may have been moved.
     """
     folder = Path(checkpoint)
     configs = adapter_configs(model)
@@ -59,8 +59,8 @@ def require_same_adapters(model: nn.Module, checkpoint: str) -> None:
         was, now = (each.get("base_model_name_or_path") for each in (recorded, current))
         if was != now:
             logger.warning(
-                f"the adapter {name!r} in {checkpoint} was trained on {was}, and this run has {now}: it goes on right "
-                "only if both are the same model."
+                f"the adapter {name!r} in {checkpoint} was trained on {was}, and this run has {now}: make sure that "
+                "both are the same model."
             )
 
 
@@ -73,6 +73,6 @@ def _compared(config: dict[str, Any]) -> dict[str, Any]:
     for name, value in read.items():
         if isinstance(value, list) and all(isinstance(each, str) for each in value):
             read[name] = sorted(value)
-        elif isinstance(value, dict):  # of names of modules, each of which counts
+        elif isinstance(value, dict):  # module names -> values
             read[name] = json.dumps(value, sort_keys=True)
     return read

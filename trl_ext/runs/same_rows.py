@@ -1,4 +1,4 @@
-"""A run that is resumed reads on by the number of a row: in other rows, or another order, what it did not mean to."""
+"""Refuse to resume a run on other rows, or in another order: it would read rows twice or skip some."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,11 +18,10 @@ _COLUMNS = ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
 def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
-    """What decides, with their number, which rows each step reads: hashes of tokens, labels and masks, and the order.
+    """Facts that decide which rows each step reads: hashes of tokens, labels and masks, and the order.
 
     Args:
-        dataset: the training set as it is read. Of one that is no `datasets.Dataset` with a column `input_ids`, as a
-            stream, nothing is said.
+        dataset: the training set as it is read; {} for a stream, and for one without a column `input_ids`.
         args: of the trainer.
     """
     if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
@@ -38,8 +37,7 @@ def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
 def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> None:
     """Raise ValueError if the run in `checkpoint` read other rows than these, or in another order.
 
-    A checkpoint of plain TRL or an earlier version, which does not say, passes; so does `ignore_data_skip`, which reads
-    the rows from their first one on.
+    A checkpoint of plain TRL has no such facts and passes. So does `ignore_data_skip`, which begins with the first row.
     """
     runs = read_runs(checkpoint)
     before: Mapping[str, Any] = runs[-1].get("run", {}) if runs else {}
@@ -47,22 +45,21 @@ def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> Non
         return
     if before["rows"] != len(dataset):
         differs = f"{before['rows']:,} training rows, and this run has {len(dataset):,}"
-    elif differences(before["row_hashes"], now["row_hashes"]):  # of columns that both versions of TRL make
+    elif differences(before["row_hashes"], now["row_hashes"]):  # of columns that both runs have
         differs = "training rows of other tokens than this run"
     elif before.get("order") != now["order"]:
         differs = f"its rows in the order {before.get('order')!r}, and this run in {now['order']!r}"
     else:
         return
     raise ValueError(
-        f"{checkpoint} has {differs}: the steps that are left would read rows that were read already, or leave some "
-        "out. Give the text, max_length and seed that it was trained with, or ignore_data_skip=True, which begins with "
-        "the first row again; or start a new run from its weights, in another output_dir and without "
-        "resume_from_checkpoint."
+        f"{checkpoint} has {differs}: the remaining steps would read rows twice, or leave some out. Give the text, "
+        "max_length and seed that it was trained with, or ignore_data_skip=True, which begins with the first row "
+        "again, or start a new run from its weights, in another output_dir and without resume_from_checkpoint."
     )
 
 
 def _column_hash(dataset: Dataset, name: str) -> str:
-    """Of the values of a column in up to `_HASHED` rows."""
+    """A hash of a column in up to `_HASHED` rows."""
     count = min(len(dataset), _HASHED)
     picked = sorted({round(i * (len(dataset) - 1) / max(count - 1, 1)) for i in range(count)})
     hashed = hashlib.sha256()

@@ -43,14 +43,14 @@ class LossByPositionCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            due = control.should_log  # any log takes it back, also for the entry of the step
+            due = control.should_log  # every log resets it, and the entry of the step is still to be written
             self._measure(kwargs["model"])
             control.should_log = due
 
     def _measure(self, model: torch.nn.Module) -> None:
         source = view_source(model)
         if source is not None and source.clock.is_set and not source.clock.by_content:
-            # RopeSFTTrainer's clock stands at a batch of training until its next forward: draw by what a row holds
+            # RopeSFTTrainer's clock is set to a training batch until the next forward: draw by the content of rows
             source.clock.set_step(-1)
         # every rank takes part: a sharded model can only run as a whole; `log` writes on the first one alone
         args = self.trainer.args
@@ -59,4 +59,4 @@ class LossByPositionCallback(TrainerCallback):
             curve = loss_by_position(model, self.rows, progress=False)
         inside, cliff = curve.in_window(self.window), curve.cliff(self.window)
         figures = {"long/loss_in_window": inside, "long/loss_beyond": inside + cliff, "long/cliff": cliff}
-        Trainer.log(self.trainer, figures)  # TRL's own would add the metrics of the step, which has its own entry
+        Trainer.log(self.trainer, figures)  # TRL's log would add the metrics of the step

@@ -1,4 +1,4 @@
-"""What a loss, a gradient or a weight that is not a number, or infinite, leads to."""
+"""Stop a training whose loss, gradient or weights are NaN or infinite."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ class FiniteLosses:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self._overflowed: int | None = None  # the last optimizer step of which that was told
+        self._overflowed: int | None = None  # the last optimizer step that was warned of
 
     def require(self, loss: torch.Tensor, step: int) -> None:
         """Raise FloatingPointError for a training loss that is not finite, unless loss scaling leaves the step out."""
@@ -34,8 +34,8 @@ class FiniteLosses:
                 return
             self._overflowed = step
             logger.warning(
-                f"{what}: fp16 has overflowed, and the step is left out as loss scaling does. If this goes on, nothing "
-                "is trained any more: use bf16 or float32."
+                f"{what}: fp16 has overflowed, and loss scaling skips the step. If this goes on, nothing is "
+                "trained any more: use bf16 or float32."
             )
             return
         raise FloatingPointError(f"{what}. {_REMEDY}")
@@ -46,7 +46,7 @@ class FiniteLosses:
         Called before the optimizer's step; DeepSpeed has taken its own by then, of which nothing is saved.
 
         Args:
-            norm: a number or a scalar tensor; None where DeepSpeed tells none.
+            norm: a number or a scalar tensor; None where DeepSpeed gives none.
             step: of the optimizer.
         """
         if norm is None or math.isfinite(norm) or _skips_overflows(self.accelerator):
@@ -59,7 +59,7 @@ class FiniteLosses:
 def require_finite_weights(model: nn.Module) -> None:
     """Raise FloatingPointError if a weight that is trained is not finite, before it is saved.
 
-    Of weights that an engine splits over ranks each rank looks at its own part.
+    Each rank checks its own part of weights that an engine splits over ranks.
     """
     finite = {
         name: torch.isfinite(_own_part(weight)).all()
@@ -80,14 +80,14 @@ def _own_part(weight: Any) -> torch.Tensor:
 
 
 def _skips_overflows(accelerator: Accelerator) -> bool:
-    """Whether gradients that are not finite are left out by loss scaling, of torch or of DeepSpeed."""
+    """Whether loss scaling, of torch or DeepSpeed, skips steps with gradients that are not finite."""
     return accelerator.scaler is not None or accelerator.mixed_precision == "fp16"
 
 
 def tell_of_evaluation(loss: torch.Tensor | None) -> None:
-    """Say so if the loss of an evaluation batch is not finite."""
+    """Log an error if the loss of an evaluation batch is not finite."""
     if loss is not None and not torch.isfinite(loss).all():
-        logger.error(  # also on ranks that say errors alone: others may have none
+        logger.error(  # an error is logged on every rank: the first may not have the batch
             f"the loss of an evaluation batch is {loss.mean().item()}, and Trainer may leave it out of its mean: "
             "the weights are not finite, or none of the batch's tokens has a label."
         )

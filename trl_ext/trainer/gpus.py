@@ -15,7 +15,7 @@ logger = logging.get_logger(__name__)
 
 
 def sees_idle_gpus(args: "RopeSFTConfig") -> bool:
-    """Whether GPUs are visible that this training leaves idle: one process trains on one."""
+    """Whether more GPUs are visible than this one process trains on."""
     if args.device.type != "cuda" or torch.cuda.device_count() < 2:
         return False
     return args.distributed_state.distributed_type == DistributedType.NO
@@ -23,9 +23,9 @@ def sees_idle_gpus(args: "RopeSFTConfig") -> bool:
 
 @contextmanager
 def loading_on_one_gpu(args: "RopeSFTConfig") -> Iterator[None]:
-    """Inside, TRL loads a model given by name on the GPU that trains; elsewhere it spreads it over all, in silence.
+    """Make TRL load a model given by name on the GPU that trains; it would silently spread it over all.
 
-    A `device_map` in `model_init_kwargs` stays, and `args` is as before in the end.
+    A `device_map` in `model_init_kwargs` wins. `args` is restored at the end.
     """
     given = args.model_init_kwargs
     if sees_idle_gpus(args):
@@ -38,7 +38,7 @@ def loading_on_one_gpu(args: "RopeSFTConfig") -> Iterator[None]:
 
 
 def tell_idle_gpus(args: "RopeSFTConfig") -> None:
-    """Say which GPU trains, and what takes all."""
+    """Warn which GPU trains, and how to use all."""
     if sees_idle_gpus(args):
         logger.warning(
             f"{torch.cuda.device_count()} GPUs are visible, and one process trains on one, {args.device}: `rope-patch "

@@ -1,4 +1,4 @@
-"""Whether documents are too long for window, view or objective, or too short to show the view, told before a step."""
+"""Checks before the first step: documents too long for window, view or objective, or too short for the view."""
 
 from functools import partial
 from typing import Any
@@ -20,29 +20,23 @@ from .window_check import check_window
 def check_lengths(
     model: Any, args: RopeSFTConfig, source: ViewSource, objective: Objective | None, train_dataset: Any
 ) -> None:
-    """Stop here, and not at the step that meets it, if a run cannot take the documents of its training set.
+    """Raise before training if the run cannot take a document of its training set.
 
     Args:
         model: patched.
         args: of the trainer.
         source: of its view.
-        objective: its own, None for TRL's loss.
+        objective: of the trainer, None for TRL's loss.
         train_dataset: as TRL has prepared it.
 
     Raises:
-        ValueError: a document is too long, or none shows what the view or shifted attention does.
+        ValueError: a document is too long, or the view or shifted attention changes none of them.
     """
     draws = source.view.perturbs and (objective is None or objective.draws)
     view = source.view if draws else resolve_view(TRUE_POSITIONS)
-    view.check_run(args)  # also one that the model came with
+    view.check_run(args)  # also a view that the user put on the model before
     lengths = document_lengths(train_dataset)
     lengths = None if lengths is None else view.kept(lengths)
-    if args.shifted_group is not None and lengths is not None and int(lengths.max()) <= args.shifted_group // 2:
-        raise ValueError(
-            f"shifted_attention={args.shifted_attention} of max_length={args.max_length} are groups of "
-            f"{args.shifted_group} tokens, and the longest of all documents has {int(lengths.max())}: each lies within "
-            "one group, where nothing changes. Leave it out, or give a smaller share."
-        )
     longest = None if lengths is None else int(lengths.max())
     check_window(model, view, longest, tell=args.process_index == 0)
     source.checked_length = 0  # the documents of an earlier trainer may have been longer
@@ -67,12 +61,12 @@ def check_lengths(
 
 
 def check_evaluation_lengths(model: Any, source: ViewSource, objective: Objective | None, eval_dataset: Any) -> None:
-    """Stop here, and not at the first evaluation, if evaluations cannot read the documents of their sets.
+    """Raise before training if evaluations cannot take a document of their sets.
 
     Args:
         model: patched.
-        source: of its view, whose training documents `check_lengths` has looked at.
-        objective: the trainer's own, None for TRL's loss.
+        source: of its view, with the longest training document of `check_lengths`.
+        objective: of the trainer, None for TRL's loss.
         eval_dataset: as TRL has prepared it: one set, several by name, or None. Streams are not looked at.
 
     Raises:
@@ -84,7 +78,7 @@ def check_evaluation_lengths(model: Any, source: ViewSource, objective: Objectiv
         longest = longest_document(dataset)
         if longest is None:
             continue
-        length = max(longest, source.checked_length)  # what forwards go by: a split may lie behind all of a short set
+        length = max(longest, source.checked_length)  # a drawn split may lie beyond all of a short set
         try:
             if always:
                 source.view.check_length(length)

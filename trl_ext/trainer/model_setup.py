@@ -1,4 +1,4 @@
-"""A model before it is trained: what earlier training left on it, its rescaling and view, which weights train."""
+"""Prepare a model for training: remove an earlier trainer's wrapper, patch RoPE, choose the weights that train."""
 
 import copy
 import re
@@ -35,20 +35,19 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def with_base_revision(peft_config: Any, revision: str | None) -> Any:
-    """The config of new adapters, which records the revision on the hub that their base model is loaded from.
+    """A copy of the config of new adapters that records the revision of their base model on the hub.
 
-    PEFT records it only if it is told, and whoever loads the adapter takes the newest revision otherwise. The config
-    that a user gave is left as it is: it may serve for another base.
+    PEFT does not record it by itself, and loading the adapter would then take the newest revision.
     """
     if peft_config is None or revision in (None, "main"):
         return peft_config
-    told = copy.copy(peft_config)
-    told.revision = revision
-    return told
+    named = copy.copy(peft_config)
+    named.revision = revision
+    return named
 
 
 def patch_by_config(model: nn.Module, args: RopeSFTConfig, train_dataset: Any) -> None:
-    """Apply the rescaling and the view that `args` names; if they cannot be, leave the model as it came.
+    """Apply the rescaling and the view that `args` names; if that fails, leave the model unchanged.
 
     Args:
         model: with its adapters.
@@ -62,7 +61,7 @@ def patch_by_config(model: nn.Module, args: RopeSFTConfig, train_dataset: Any) -
         if rescaling is not None:
             _require_new_rescaling(rescaling, model)
             patch_model(model, _with_window(rescaling, model, args, view, train_dataset))
-        # a view that changes nothing is the default: it does not take off a view that the user has put on
+        # the default view changes nothing and does not replace a view that the user has put on
         before = view_source(model)
         if view.perturbs or before is None or before.of_trainer:
             patch_model(model, view, seed=args.seed if args.view_seed is None else args.view_seed)
@@ -74,7 +73,7 @@ def patch_by_config(model: nn.Module, args: RopeSFTConfig, train_dataset: Any) -
 
 
 def _require_new_rescaling(rescaling: Rescaling, model: nn.Module) -> None:
-    """Raise if an adapter that was loaded brought this rescaling: PI 4x on top of PI 4x would be 16x."""
+    """Raise if a loaded adapter already has this rescaling: PI 4x on top of PI 4x would be 16x."""
     state = state_of(find_decoder(model))
     if state is not None and rescaling in state.start_rescalings:
         raise ValueError(
@@ -87,7 +86,7 @@ def _require_new_rescaling(rescaling: Rescaling, model: nn.Module) -> None:
 def _with_window(
     rescaling: Rescaling, model: nn.Module, args: RopeSFTConfig, view: View, train_dataset: Any
 ) -> Rescaling:
-    """Where a rescaling does not say how far it reaches, promise the rows and the target that it is trained on."""
+    """Give a rescaling without a window of its own the longest row or view target that it is trained on."""
     if not rescaling.wants_window:
         return rescaling
     rows = max(args.max_length or 0, longest_document(train_dataset) or 0)
@@ -96,10 +95,10 @@ def _with_window(
 
 
 def forget_earlier_trainer(model: nn.Module) -> None:
-    """Take off what accelerate put on a model that another trainer has trained.
+    """Remove accelerate's wrapper from a model that another trainer has trained.
 
-    accelerate wraps no model twice, and TRL puts its own forward over the wrapper: a second stage would run without
-    autocast, in float32, and say nothing.
+    accelerate wraps no model twice, and TRL replaces the wrapped forward: a second stage would silently run without
+    autocast, in float32.
     """
     forward = model.__dict__.pop("_original_forward", None)
     if forward is not None:
@@ -108,9 +107,9 @@ def forget_earlier_trainer(model: nn.Module) -> None:
 
 
 def keep_quantised_weights(model: nn.Module) -> None:
-    """On CPUs with AVX512-BF16, the first forward in evaluation repacks 4-bit weights of bitsandbytes for good.
+    """Keep bitsandbytes from repacking 4-bit weights in the first evaluation, on CPUs with AVX512-BF16.
 
-    What is trained afterwards gets no gradient, without an error. The flag that this sets is bitsandbytes' own.
+    Repacked weights get no gradient, without an error. The flag that this sets is bitsandbytes' own.
     """
     modules: Iterator[Any] = model.modules()
     for module in modules:

@@ -1,7 +1,9 @@
-"""What a loss of our own refuses of a trainer: options that lose its gradient or its parts, or split documents."""
+"""Whether a trainer's objective works with its other options, engine and devices; asked before training."""
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate import Accelerator
 from torch import nn
 
 from rope_patch.families.attention_calls import attention_name
@@ -13,7 +15,6 @@ from ..objectives import objective_of
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
-    from .trainer import RopeSFTTrainer
 
 _INSTEAD_OF_SPREADING = (
     "train it in parts by `rope-patch train RECIPE.yaml --accelerate_config fsdp2`, by `accelerate launch` of a "
@@ -21,21 +22,65 @@ _INSTEAD_OF_SPREADING = (
 )
 
 
-def check_objective(trainer: "RopeSFTTrainer") -> None:
-    """Raise ValueError if the trainer has what its objective cannot go with; TRL's own loss is not asked."""
-    _refuse_what_only_trls_loss_has(trainer)
-    _refuse_reentrant_checkpointing(trainer)
-    _refuse_short_contexts(trainer)
-    _refuse_spread_models(trainer)
+def check_objective(
+    model: nn.Module,
+    args: "RopeSFTConfig",
+    accelerator: Accelerator,
+    *,
+    compute_loss_func: Any,
+    aux_loss_coef: float,
+    has_images: bool,
+) -> None:
+    """Raise ValueError if an objective other than TRL's own loss does not work with the rest of a training.
+
+    Args:
+        model: patched.
+        args: of the trainer.
+        accelerator: of the trainer.
+        compute_loss_func: a loss that the user gave, None without one.
+        aux_loss_coef: weight of the loss that balances experts, 0 without one.
+        has_images: whether the dataset has images.
+    """
+    if aux_loss_coef:
+        raise ValueError(
+            f"objective {args.objective!r} leaves out the loss that balances experts, which TRL adds with "
+            f"router_aux_loss_coef={aux_loss_coef}: set router_aux_loss_coef=0.0."
+        )
+    if compute_loss_func is not None:
+        raise ValueError(f"compute_loss_func is a loss, and objective {args.objective!r} has its own: leave it out.")
+    checkpointing: Any = _checkpointing(args)
+    if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+        raise ValueError(
+            f"objective {args.objective!r} loses its gradient without an error under reentrant checkpointing. Set "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}."
+        )
+    if args.objective_options.reads_short_contexts:
+        _check_short_contexts(accelerator, has_images)
+    _check_one_gpu(model, args.objective)
 
 
-def check_next_token(trainer: "RopeSFTTrainer") -> None:
-    """Raise ValueError if TRL's own loss cannot read the output head where `device_map` has put it.
+def undo_reentrant_default(args: "RopeSFTConfig") -> None:
+    """Switch off the reentrant checkpointing that TRL sets for adapters under ZeRO-3: it loses objectives' gradients.
+
+    DeepSpeed once failed with the other kind; 0.19.8 does not.
+    """
+    checkpointing = _checkpointing(args)
+    if checkpointing.get("use_reentrant"):
+        checkpointing["use_reentrant"] = False
+
+
+def _checkpointing(args: "RopeSFTConfig") -> Any:
+    # Transformers reads the new name where it has one; TRL sets the old one
+    return getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
+
+
+def check_next_token(model: nn.Module, here: torch.device) -> None:
+    """Raise ValueError if `device_map` has put the output head on another GPU than `here`, where TRL's loss runs.
 
     TRL 1.16 starts its kernel on the process's own GPU: on two H200s a head on the other one made the loss -inf.
     """
-    head = find_causal_lm(trainer.model).get_output_embeddings()
-    there, here = getattr(getattr(head, "weight", None), "device", None), trainer.args.device
+    head = find_causal_lm(model).get_output_embeddings()
+    there = getattr(getattr(head, "weight", None), "device", None)
     if there is None or there.type != "cuda" or (there.index or 0) == (here.index or 0):
         return
     raise ValueError(
@@ -43,10 +88,10 @@ def check_next_token(trainer: "RopeSFTTrainer") -> None:
     )
 
 
-def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> None:
-    """Raise ValueError if a trainer whose ranks share each sequence has what needs whole rows on one rank."""
-    reason = "images belong to whole rows" if trainer._is_vision_dataset else None
-    reason = reason or why_not_shared(trainer.model, trainer.args, ranks.engine, ranks.size)
+def check_shared_sequences(model: nn.Module, args: "RopeSFTConfig", ranks: SequenceRanks, has_images: bool) -> None:
+    """Raise ValueError if ranks share each sequence and the training needs whole rows on one rank."""
+    reason = "images belong to whole rows" if has_images else None
+    reason = reason or why_not_shared(model, args, ranks.engine, ranks.size)
     if reason is not None:
         raise ValueError(
             f"{ranks.engine}_size={ranks.size} gives each rank a part of every sequence, and {reason}: leave it out, "
@@ -60,8 +105,8 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
     Args:
         model: as it is trained, on any device.
         args: of the trainer.
-        engine: by which they would.
-        size: how many ranks would share a sequence.
+        engine: that would share sequences.
+        size: ranks that would share a sequence.
     """
     view = args.make_view()
     options: Any = args.objective_options
@@ -71,7 +116,7 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
     attends = bool(getattr(options, "attention", 0.0))
     attention = attention_name(causal_lm)
-    of_whole_rows = {
+    common_reasons = {
         f"objective {args.objective!r} does not say that it can (`shares_sequences`)": not objective_of(
             args
         ).shares_sequences,
@@ -82,7 +127,7 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
         f"attention=... of objective_args needs {n_heads} and {n_kv_heads} heads to be multiples of that": attends
         and bool(n_heads % size or n_kv_heads % size),
     }
-    of_ring = {
+    ring_reasons = {
         "padding_free rows hold several documents, which a ring does not keep apart": args.padding_free,
         "packed rows hold several documents, which a ring does not keep apart": args.packing
         and args.packing_strategy != "wrapped",
@@ -91,13 +136,13 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
         ),
         f"attention is {attention}, where a ring is one of sdpa": attention != "sdpa",
     }
-    of_ulysses = {
-        "attention with dropout would take a teacher's for an evaluation, which Ulysses does not split": bool(
+    ulysses_reasons = {
+        "attention with dropout makes a teacher's forward look like an evaluation, which Ulysses does not split": bool(
             getattr(config, "attention_dropout", 0.0)
         ),
         f"view {view.name!r} with {view.cuts} cuts rows, which Ulysses has split before": view.cuts is not None,
     }
-    reasons = of_whole_rows | (of_ring if engine == "cp" else of_ulysses)
+    reasons = common_reasons | (ring_reasons if engine == "cp" else ulysses_reasons)
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
@@ -108,53 +153,25 @@ def _has_local_layers(config: Any) -> bool:
     return any(map(is_local, layer_types))
 
 
-def _refuse_what_only_trls_loss_has(trainer: "RopeSFTTrainer") -> None:
-    objective = trainer.args.objective
-    if trainer.aux_loss_enabled:
-        raise ValueError(
-            f"objective {objective!r} leaves out the loss that balances experts, which TRL adds with "
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef}: set router_aux_loss_coef=0.0."
-        )
-    if trainer.compute_loss_func is not None:
-        raise ValueError(f"compute_loss_func is a loss, and objective {objective!r} has its own: leave it out.")
-
-
-def _refuse_reentrant_checkpointing(trainer: "RopeSFTTrainer") -> None:
-    args = trainer.args
-    # Transformers goes by the new name where it has one; what TRL sets for adapters under ZeRO-3 is the old one
-    checkpointing: Any = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
-    if not (args.gradient_checkpointing and checkpointing.get("use_reentrant")):
-        return
-    if not trainer._asked_reentrant:
-        # TRL's doing for adapters under ZeRO-3, whose other checkpointing DeepSpeed once failed at; 0.19.8 does not
-        checkpointing["use_reentrant"] = False
-        return
-    raise ValueError(
-        f"objective {args.objective!r} loses its gradient without an error under reentrant checkpointing. Set "
-        "gradient_checkpointing_kwargs={'use_reentrant': False}."
-    )
-
-
-def _refuse_short_contexts(trainer: "RopeSFTTrainer") -> None:
-    if not trainer.args.objective_options.reads_short_contexts:
-        return
-    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 2) == 1:
+def _check_short_contexts(accelerator: Accelerator, has_images: bool) -> None:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and getattr(plugin, "fsdp_version", 2) == 1:
         raise ValueError(
             "longce and kl_longce read as many short windows as the rank's own documents have, and "
             "FSDP1 hides that weights are gathered for each: set fsdp_config={'fsdp_version': 2}, or use DDP or "
             "DeepSpeed."
         )
-    if trainer._is_vision_dataset:
+    if has_images:
         raise ValueError(
             "longce and kl_longce read short windows of a row's tokens without its images: leave "
             "them out for a dataset with images."
         )
 
 
-def _refuse_spread_models(trainer: "RopeSFTTrainer") -> None:
-    devices = {str(p.device) for p in trainer.model.parameters() if p.device.type not in ("cpu", "meta")}
+def _check_one_gpu(model: nn.Module, objective: str) -> None:
+    devices = {str(p.device) for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     if len(devices) > 1:
         raise ValueError(
-            f"objective {trainer.args.objective!r} computes its loss on one GPU, and device_map has spread the model "
-            f"over {', '.join(sorted(devices))}: {_INSTEAD_OF_SPREADING}"
+            f"objective {objective!r} computes its loss on one GPU, and device_map has spread the model over "
+            f"{', '.join(sorted(devices))}: {_INSTEAD_OF_SPREADING}"
         )

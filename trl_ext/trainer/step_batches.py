@@ -1,4 +1,4 @@
-"""The micro-batches of an optimizer step: their documents, numbered over all ranks, and what losses are divided by."""
+"""The micro-batches of an optimizer step: numbering their documents over all ranks, and counts that divide losses."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ WHOLE_ROWS = "rope_whole_rows"
 def number_documents(
     batches: list[dict[str, Any]], accelerator: Accelerator, device: torch.device, ranks: SequenceRanks | None
 ) -> tuple[list[int], int]:
-    """How many documents of all ranks come before those of each batch, and how many there are in all.
+    """The number of documents, over all ranks, before each batch, and their total.
 
     Args:
         batches: of whole rows.
@@ -38,18 +38,19 @@ def number_documents(
     return before[mine].tolist(), int(in_order.sum())
 
 
-def require_borders(batch: dict[str, Any], args: RopeSFTConfig) -> None:
-    """Raise ValueError if rows hold several documents, and a collator of the user's has dropped where they begin."""
+def require_borders(batches: list[dict[str, Any]], args: RopeSFTConfig) -> None:
+    """Raise ValueError if rows hold several documents, and a user's collator has dropped where they begin."""
     packs_documents = args.packing and args.packing_strategy != "wrapped"
-    if (packs_documents or args.padding_free) and "position_ids" not in batch:
-        raise ValueError(
-            "data_collator must keep position_ids when rows hold several documents: without them views would cross "
-            f"document borders. Got a batch with {sorted(batch)}. Use TRL's own collator."
-        )
+    for batch in batches if packs_documents or args.padding_free else ():
+        if "position_ids" not in batch:
+            raise ValueError(
+                "data_collator must keep position_ids when rows hold several documents: without them views would cross "
+                f"document borders. Got a batch with {sorted(batch)}. Use TRL's own collator."
+            )
 
 
 def cut_documents(batches: list[dict[str, Any]], trainer_view: TrainerView, state: TrainerState) -> bool:
-    """Let a view that keeps a part of long documents take it, in place; whether there were any."""
+    """Cut long documents to the part that the view keeps, in place; returns whether there were any."""
     assert trainer_view.source is not None
     view = trainer_view.source.view
     if view.cuts is None:
@@ -74,7 +75,7 @@ def total_counts(
     *,
     over_all_ranks: bool,
 ) -> dict[str, int]:
-    """What the sums of losses of an optimizer step are divided by, at least 1 each.
+    """The divisors of the summed losses of an optimizer step, at least 1 each.
 
     Args:
         counts: of each micro-batch, of whole rows.
@@ -84,10 +85,10 @@ def total_counts(
         over_all_ranks: whether losses are divided by counts of all ranks (`average_tokens_across_devices`).
     """
     names = list(counts[0])
-    of_rank = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
-    totals = accelerator.reduce(of_rank, reduction="sum")
-    if ranks is not None:  # each of which has counted whole rows
+    own_counts = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
+    totals = accelerator.reduce(own_counts, reduction="sum")
+    if ranks is not None:  # ranks that share rows have each counted them whole
         totals = totals // ranks.size
-    chosen = totals if over_all_ranks else of_rank
-    # a count may be 0, of one rank or of all: sums are 0 then too
-    return dict(zip(names, chosen.clamp(min=1).tolist(), strict=True))
+    divisors = totals if over_all_ranks else own_counts
+    # where a count is 0, so is the sum
+    return dict(zip(names, divisors.clamp(min=1).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""How many tokens a run has trained on: of all ranks, up to a checkpoint, and in a second."""
+"""Counts of trained tokens: over all ranks, up to a checkpoint, and per second."""
 
 import json
 import time
@@ -15,10 +15,10 @@ _KEPT = "rope_patch_tokens"  # its name in a checkpoint's trainer_state.json
 
 @contextmanager
 def counts_of_all_ranks(accelerator: Accelerator) -> Iterator[None]:
-    """Let TRL's counts of tokens be those of all ranks.
+    """Make TRL's counts of tokens include all ranks.
 
-    It gathers them by `gather_for_metrics`, which at the end of an epoch keeps as many entries as there were documents
-    left: of counts, one a rank, those of the last ranks are lost.
+    TRL gathers them by `gather_for_metrics`. At the end of an epoch that keeps one entry a document, and as each rank
+    gives one count, counts of the last ranks would be lost.
     """
     accelerator.gather_for_metrics = accelerator.gather
     try:
@@ -28,13 +28,13 @@ def counts_of_all_ranks(accelerator: Accelerator) -> Iterator[None]:
 
 
 def keep_count(state: TrainerState, tokens: float) -> None:
-    """Let the next checkpoint have the count, which TRL keeps nowhere: `state` goes into its trainer_state.json."""
+    """Put the count into `state`, and so into the trainer_state.json of the next checkpoint; TRL does not save it."""
     kept: Any = state.stateful_callbacks
     kept[_KEPT] = {"tokens": tokens}
 
 
 def tokens_until(checkpoint: str | Path) -> int:
-    """Tokens that the run had trained on when it wrote `checkpoint`; for one without the count, as last logged."""
+    """Tokens that the run had trained on at `checkpoint`; without a saved count, the last logged one."""
     file = Path(checkpoint) / "trainer_state.json"
     if not file.is_file():
         return 0
@@ -51,7 +51,7 @@ class TokenRate:
         self._last: tuple[float, float] | None = None  # tokens, and when they were counted
 
     def since_last(self, tokens: float) -> float | None:
-        """The rate since the last call, of a run that has trained on `tokens`; None in the first, or if none came."""
+        """The rate since the last call, given all `tokens` so far; None in the first call or without new tokens."""
         now, last = time.perf_counter(), self._last
         self._last = tokens, now
         if last is None or tokens <= last[0]:

@@ -36,7 +36,7 @@ from ..objectives.step_means import StepMeans
 from ..runs.checkpoint import require_no_adapter
 from ..runs.folder import last_checkpoint
 from ..runs.method_record import require_same_method, training_method
-from ..runs.model_card import DatasetFacts
+from ..runs.model_card import DatasetFacts, SavedRun
 from ..runs.record import RunRecord
 from ..runs.same_adapters import require_same_adapters
 from ..runs.same_rows import require_same_data
@@ -52,7 +52,7 @@ from .model_setup import (
     train_qkv_only,
     with_base_revision,
 )
-from .objective_checks import check_next_token, check_objective, check_shared_sequences
+from .objective_checks import check_next_token, check_objective, check_shared_sequences, undo_reentrant_default
 from .small_steps import warn_of_lost_steps
 from .step_batches import (
     FIRST_SAMPLE,
@@ -80,52 +80,53 @@ logger = logging.get_logger(__name__)
 
 
 class RopeSFTTrainer(SFTTrainer):
-    """A drop-in for [`~trl.SFTTrainer`]: same arguments, same datasets, same callbacks.
+    """Replaces [`~trl.SFTTrainer`]: the same arguments, datasets and callbacks, on a model with rescaled RoPE.
 
-    The model is rescaled and its view is put on after TRL has loaded it and added adapters. Training forwards run under
-    the view, with draws that depend on (seed, optimizer step, document) alone: resuming, accumulating gradients and
-    adding ranks change none of them. Evaluation runs under true positions, so `eval_loss` is plain cross-entropy. With
+    The model is rescaled and gets its view after TRL has loaded it and added adapters. Training forwards run under the
+    view. Its draws depend on (seed, optimizer step, document) alone, so that resuming, gradient accumulation and more
+    ranks change none of them. Evaluation runs at true positions, so that `eval_loss` is plain cross-entropy. With
     `view="standard"` and no rescaling, losses are SFTTrainer's own, bit for bit.
 
-    What evaluation draws, for the KL of self-distillation or a view that is always on, depends on the seed and on which
-    document of the evaluation set it is drawn for: every evaluation draws the same, at any batch size and on any number
-    of ranks. Documents are counted in the order in which they are read, which `train_sampling_strategy` may change.
+    An evaluation draws for the KL of self-distillation, and for a view that is always on. These draws depend on the
+    seed and on the document's place in the evaluation set, so that every evaluation draws the same, at any batch size
+    and on any number of ranks. Documents are counted in the order in which they are read, which
+    `train_sampling_strategy` may change.
 
-    Logged beside TRL's metrics: `view/NAME`, the mean of each drawn parameter over the step, and `tokens_per_second`.
+    Logged besides TRL's metrics: `view/NAME`, the mean of each drawn parameter over the step, and `tokens_per_second`.
     Parts of an objective's loss, such as `ce` and `kl`, are sums over all batches and ranks of an optimizer step, or of
-    an evaluation, divided by the step's own counts, so that they add up to the loss that is logged. `eval_loss` is
-    Trainer's mean over batches; `eval_ce` weighs each label alike, and differs from it where batches have not as many
-    labels. Under "native-distill" `eval_loss` is made of its parts' means, and a batch may have no label. With several
+    an evaluation, divided by the counts of that step, so that they add up to the logged loss. `eval_loss` is Trainer's
+    mean over batches and `eval_ce` a mean over labels: they differ where batches have different numbers of labels.
+    Under "native-distill" `eval_loss` is made of the means of its parts, as a batch may have no label. With several
     ranks, documents that are repeated to fill the last batches count once in both; with `compute_metrics`, in
     `predict`, with images, and where rows hold several documents, they count twice. In evaluations of several datasets
     the parts are called eval_NAME_ce, as the losses are.
 
-    The view ends with training: it is in force while `train`, `evaluate` or `predict` run, and off the model after the
-    first of them. One that `patch_model` had put on before stays.
+    The view is in force while `train`, `evaluate` or `predict` run, and off the model afterwards. One that
+    `patch_model` had put on before stays.
 
     Args:
-        model: as in TRL, but the folder of an adapter is refused, as its rescaling would not be put in force:
-            `rope_patch.load_adapter` gives a model that has both. So is a model by name whose weights are missing,
-            misshapen or damaged, which Transformers would draw at random. A model that `patch_model` has patched keeps
-            its patches unless `args` names others. The view of an earlier trainer ends with it. One without RoPE trains
-            as with SFTTrainer, if `args` asks for nothing that needs RoPE.
+        model: as in TRL. The folder of an adapter is refused, as its rescaling would not be applied:
+            `rope_patch.load_adapter` gives a model that has both. A model by name is refused if its weights are
+            missing, misshapen or damaged, as Transformers would draw them at random. A model that `patch_model` has
+            patched keeps its patches unless `args` names others, and loses the view of an earlier trainer. A model
+            without RoPE trains as with SFTTrainer, if `args` asks for nothing that needs RoPE.
         args: a [`RopeSFTConfig`]; an `SFTConfig` or `TrainingArguments`, which `RopeSFTConfig.of` converts; or None.
         data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func, compute_metrics, callbacks,
         optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics, quantization_config, peft_config,
         formatting_func: as in TRL, in its order.
-        **kwargs: what a later TRL takes besides.
+        **kwargs: arguments of later versions of TRL.
     """
 
     _tag_names = ["trl", "sft", "rope-patch"]
     _name = "RoPE-SFT"
-    sets_clock = True  # of its view: rope_patch does it for other trainers
+    sets_clock = True  # of its view; for other trainers rope_patch sets it
 
     args: RopeSFTConfig
-    model: Any  # TRL allows None for a while; here it is a model once __init__ is through
+    model: Any  # TRL allows None during __init__
     base_revision: str | None
-    """Of the hub, which the model card names: that of `model_init_kwargs`. Set it where a loaded model was given."""
+    """Revision of the base model on the hub, for the model card. Set it if you pass a loaded model."""
     hub_model: dict[str, Any] | None = None
-    """Name, revision and commit that a run was begun with, recorded beside its checkpoints, which go on with these."""
+    """Name, revision and commit of the base model, recorded beside checkpoints and used again by resumed runs."""
 
     def __init__(
         self,
@@ -171,8 +172,8 @@ class RopeSFTTrainer(SFTTrainer):
         if formatting_func is None:
             config = with_masked_loss(config, train_dataset, eval_dataset)
             require_text(eval_dataset, "eval_dataset", config)
-        checkpointing: Any = config.gradient_checkpointing_kwargs or {}  # parsed from JSON by now
-        self._asked_reentrant = bool(checkpointing.get("use_reentrant"))
+        checkpointing: Any = config.gradient_checkpointing_kwargs or {}  # as the user set it: TRL sets it too
+        asked_reentrant = bool(checkpointing.get("use_reentrant"))
         self._has_own_collator = data_collator is not None
         with loading_on_one_gpu(config), loading_whole_weights(model, config):
             super().__init__(
@@ -193,62 +194,102 @@ class RopeSFTTrainer(SFTTrainer):
                 formatting_func=formatting_func,
                 **kwargs,
             )
-        for name, part in (("train_dataset", self.train_dataset), *named_sets(self.eval_dataset, "eval_dataset")):
-            vocab_size = getattr(self.model.config.get_text_config(), "vocab_size", None)
-            require_known_tokens(part, name, vocab_size)
-        if self._skip_prepare_dataset and not self._is_vision_dataset:
-            require_taught(self.train_dataset, "train_dataset", config, self._tokenizer)
-            for name, part in (("train_dataset", self.train_dataset), *named_sets(self.eval_dataset, "eval_dataset")):
-                self._require_kept_borders(part, name, config, packing=False)
+        self._check_datasets()
         if not self.is_model_parallel:
             tell_idle_gpus(config)
         came_patched = is_patched(self.model)
         if config.needs_rope or has_rope(self.model):
             patch_by_config(self.model, config, self.train_dataset)
         self._view = TrainerView(self.model)
-        source = self._view.source
-        method = (
-            training_method(config, resolve_view(TRUE_POSITIONS), config.seed)
-            if source is None
-            else training_method(config, source.view, source.clock.seed)
-        )
-        self._record = RunRecord(self, source, method, dataset_facts)
-        self._ranks = SequenceRanks.of(self.accelerator)
-        self._whole: dict[str, Any] | None = None  # rows of the batch in flight, where ranks share them
-        if self._ranks is not None:
-            check_shared_sequences(self, self._ranks)
-            if data_collator is None:
-                self._ranks.pad_collator(self.data_collator)
+        self._record = self._start_record(dataset_facts)
+        self._share_sequences()
         keep_quantised_weights(self.model)
         require_unharmed_codes(self.model, self.accelerator)
         if config.trainable == "qkv":
             train_qkv_only(self.model)
-        self._objective = self._make_objective(config)
-        if self._objective is not None:  # also of a family whose own loss takes no count of the step
-            self.model_accepts_loss_kwargs = True
-        teacher = None if self._objective is None else self._objective.teacher
-        teacher_copy = teacher if isinstance(teacher, CopiedTeacher) else None
-        if teacher_copy is not None:
-            hold_like_student(teacher_copy, self.accelerator)
-        self._shifted = self._make_shifted(config)
-        self.memory_plan: MemoryPlan | None = None
-        self._long_rows: LongRowTraining | None = None
-        self._step_counts: dict[str, int] = {}
+        self._objective = self._make_objective(asked_reentrant)
+        group = config.shifted_group
+        self._shifted = None if group is None else ShiftedAttention(self.model, group)
+        self._step_counts: dict[str, int] = {}  # divisors of the losses of an optimizer step
         self._means = {mode: self._new_means() for mode in ("train", "eval")}
         self._token_rate = TokenRate()
         self._finite_losses = FiniteLosses(self.accelerator)
         self._batches_left = 0  # of the optimizer step
-        self._evaluated = 0  # documents of the evaluation in progress
-        self._only_repeated = False  # whether all rows of the batch in flight repeat others
-        if source is not None:
+        self._whole: dict[str, Any] | None = None  # rows of the current batch, where ranks share them
+        self._evaluated = 0  # documents of the evaluation so far
+        self._only_repeated = False  # whether all rows of the current evaluation batch repeat others
+        self.memory_plan: MemoryPlan | None = None
+        self._long_rows: LongRowTraining | None = None
+        if self._view.source is not None:
             try:
-                check_lengths(self.model, self.args, source, self._objective, self.train_dataset)
-                check_evaluation_lengths(self.model, source, self._objective, self.eval_dataset)
+                check_lengths(self.model, self.args, self._view.source, self._objective, self.train_dataset)
+                check_evaluation_lengths(self.model, self._view.source, self._objective, self.eval_dataset)
             except ValueError:
                 if not came_patched:
                     unpatch_model(self.model)
                 raise
-            self.memory_plan, self._long_rows = plan_long_rows(self, self._ranks, teacher_copy)
+            self._plan_memory()
+
+    def _check_datasets(self) -> None:
+        """Refuse token IDs that the model lacks; of sets that TRL does not prepare, also what preparation refuses."""
+        vocab_size = getattr(self.model.config.get_text_config(), "vocab_size", None)
+        sets = [("train_dataset", self.train_dataset), *named_sets(self.eval_dataset, "eval_dataset")]
+        for name, dataset in sets:
+            require_known_tokens(dataset, name, vocab_size)
+        if self._skip_prepare_dataset and not self._is_vision_dataset:
+            require_taught(self.train_dataset, "train_dataset", self.args, self._tokenizer)
+            for name, dataset in sets:
+                self._require_kept_borders(dataset, name, self.args, packing=False)
+
+    def _start_record(self, dataset_facts: DatasetFacts) -> RunRecord:
+        source = self._view.source
+        view = resolve_view(TRUE_POSITIONS) if source is None else source.view
+        method = training_method(self.args, view, self.args.seed if source is None else source.clock.seed)
+        return RunRecord(self.model, self.args.output_dir, source, method, dataset_facts)
+
+    def _share_sequences(self) -> None:
+        """Find the ranks that share each sequence: in a ring, or by Ulysses, whose batches come split."""
+        self._ranks = SequenceRanks.of(self.accelerator)
+        self._ring = self._ranks if self._ranks is not None and self._ranks.engine == "cp" else None
+        self._ulysses = self._ranks if self._ranks is not None and self._ranks.engine == "sp" else None
+        if self._ranks is not None:
+            check_shared_sequences(self.model, self.args, self._ranks, self._is_vision_dataset)
+            if not self._has_own_collator:
+                self._ranks.pad_collator(self.data_collator)
+
+    def _make_objective(self, asked_reentrant: bool) -> Objective | None:
+        """The objective, None for TRL's own loss."""
+        # under Ulysses TRL's own loss is a mean of each micro-batch, whatever it holds
+        if not self.args.has_own_loss and self._ulysses is None:
+            check_next_token(self.model, self.args.device)
+            return None
+        if not asked_reentrant:
+            undo_reentrant_default(self.args)
+        check_objective(
+            self.model,
+            self.args,
+            self.accelerator,
+            compute_loss_func=self.compute_loss_func,
+            aux_loss_coef=self.router_aux_loss_coef if self.aux_loss_enabled else 0.0,
+            has_images=self._is_vision_dataset,
+        )
+        objective = objective_of(self.args).build(self.model, self.args, self.accelerator)
+        self.model_accepts_loss_kwargs = True  # also for families whose own loss takes no count of the step
+        if isinstance(objective.teacher, CopiedTeacher):
+            hold_like_student(objective.teacher, self.accelerator)
+        return objective
+
+    def _plan_memory(self) -> None:
+        teacher = None if self._objective is None else self._objective.teacher
+        self.memory_plan, self._long_rows = plan_long_rows(
+            self.model,
+            self.args,
+            self.train_dataset,
+            self.accelerator,
+            ranks=self._ranks,
+            teacher_copy=teacher if isinstance(teacher, CopiedTeacher) else None,
+            has_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
+        )
 
     def _prepare_dataset(
         self,
@@ -259,7 +300,7 @@ class RopeSFTTrainer(SFTTrainer):
         formatting_func: Any,
         dataset_name: str,
     ) -> Any:
-        """TRL's preparation, with one line of what it leaves out."""
+        """TRL's preparation, which also logs in one line what is left out."""
 
         def prepare(documents: Any, args: RopeSFTConfig, packing: bool) -> Any:
             formatting = formatting_func if documents is dataset else None  # which makes text, once
@@ -267,8 +308,8 @@ class RopeSFTTrainer(SFTTrainer):
                 documents, processing_class, args, packing, formatting, dataset_name
             )
 
-        known = {"train": "train_dataset", "eval": "eval_dataset"}
-        name = known.get(dataset_name, f"eval_dataset[{dataset_name!r}]")
+        is_one = dataset_name in ("train", "eval")
+        name = f"{dataset_name}_dataset" if is_one else f"eval_dataset[{dataset_name!r}]"
         self._require_kept_borders(dataset, name, args, packing)
         return prepare_rows(dataset, name, args, self._tokenizer, packing, prepare)
 
@@ -277,47 +318,213 @@ class RopeSFTTrainer(SFTTrainer):
             require_kept_borders(dataset, name, args, packing)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's training; a checkpoint of another RoPE or another method is refused.
+        """Train as TRL does; a checkpoint of another RoPE or another method is refused.
 
         Args:
-            resume_from_checkpoint: a checkpoint to go on from; True: the newest in `output_dir` that is whole.
+            resume_from_checkpoint: a checkpoint to resume from; True takes the newest whole one in `output_dir`.
             *args: as in TRL.
             **kwargs: as in TRL.
 
         Raises:
-            ValueError: the checkpoint was trained under other frequencies, which would go on as another model, or with
-                another view, objective or option of theirs, other adapters, or other rows or in another order, unless
-                `ignore_data_skip` begins with the first row again; no checkpoint is whole; or `output_dir` holds an
-                adapter, and this run trains none.
+            ValueError: the checkpoint was trained with other RoPE frequencies, another view, objective or option of
+                theirs, other adapters, or other rows or another order of rows (unless `ignore_data_skip` begins with
+                the first row again); no checkpoint is whole; or `output_dir` holds an adapter, and this run trains
+                none.
         """
-        require_no_adapter_beside(self.model, str(self.args.output_dir))  # and not when all is trained, and saved
+        require_no_adapter_beside(self.model, str(self.args.output_dir))  # now, not at the save after the training
         if resume_from_checkpoint is True:
-            # Trainer would take the newest, which a run that was killed while it saved leaves unfinished
-            output_dir = Path(str(self.args.output_dir))
-            checkpoint = last_checkpoint(output_dir)
-            if checkpoint is None and any(output_dir.glob("checkpoint-*")):
-                raise ValueError(
-                    f"{output_dir} has no whole checkpoint: a run that is killed while it saves its first leaves a "
-                    "part of one. Leave resume_from_checkpoint out, which begins anew."
-                )
-            resume_from_checkpoint = True if checkpoint is None else str(checkpoint)
-        folder = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
-        if folder:
-            if self._view.source is not None:
-                require_same_rope(self.model, folder)
-            require_same_method(self._record.method, folder)
-            require_same_adapters(self.model, folder)
-            require_same_data(self.train_dataset, self.args, folder)
-            self._total_train_tokens = tokens_until(folder)
+            newest = self._newest_whole_checkpoint()
+            resume_from_checkpoint = True if newest is None else str(newest)
+        if resume_from_checkpoint and not isinstance(resume_from_checkpoint, bool):
+            self._check_checkpoint(resume_from_checkpoint)
+            self._total_train_tokens = tokens_until(resume_from_checkpoint)
         if self.accelerator.is_main_process:
             warn_of_lost_steps(self.model, self.args.learning_rate)
         with self._view.in_force(self.model):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _newest_whole_checkpoint(self) -> Path | None:
+        """Trainer would take the newest, which is incomplete where a run was killed while it saved."""
+        output_dir = Path(str(self.args.output_dir))
+        checkpoint = last_checkpoint(output_dir)
+        if checkpoint is None and any(output_dir.glob("checkpoint-*")):
+            raise ValueError(
+                f"{output_dir} has no whole checkpoint: a run that is killed while it saves its first leaves a part of "
+                "one. Leave resume_from_checkpoint out, which begins anew."
+            )
+        return checkpoint
+
+    def _check_checkpoint(self, folder: str) -> None:
+        if self._view.source is not None:
+            require_same_rope(self.model, folder)
+        require_same_method(self._record.method, folder)
+        require_same_adapters(self.model, folder)
+        require_same_data(self.train_dataset, self.args, folder)
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's loop, which `auto_find_batch_size` may begin several times in one `train`."""
-        self._metrics["train"].clear()  # what a loop that was broken off has left
+        self._metrics["train"].clear()  # discard metrics of an interrupted loop
         return super()._inner_training_loop(*args, **kwargs)
+
+    # The way of a row from batch to loss: `get_batch_samples` reads all batches of an optimizer step, `training_step`
+    # runs each of them, `compute_loss` inside it gives the loss, and `log` writes the means of the step.
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """All micro-batches of an optimizer step, and the count by which TRL divides its loss.
+
+        Each batch carries the ordinal of its first document within the step, and whole rows where ranks share them.
+        """
+        if 0 < self.state.max_steps <= self.state.global_step:
+            # Trainer checks for the end only after a step: resumed from its last checkpoint it would take one more
+            self.control.should_training_stop = True
+            return [], None
+        self._means["train"] = self._new_means()  # discard sums of an interrupted step
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._ulysses is not None and not batches:
+            # DeepSpeed 0.19 reports the end of an epoch at the start of the next one, which would lose a step
+            batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._batches_left = len(batches)
+        if self._objective is not None:
+            self._objective.begin(self.state.global_step)
+        if not batches:
+            return batches, num_items
+        # under Ulysses batches come split, and documents and labels are counted in whole rows
+        rows = batches if self._ulysses is None else [self._ulysses.whole_rows(batch) for batch in batches]
+        firsts = [0] * len(batches)
+        if self._view.perturbs:
+            require_borders(batches, self.args)
+            firsts, _ = number_documents(rows, self.accelerator, device, self._ranks)
+            for batch, first in zip(batches, firsts, strict=True):
+                batch[FIRST_SAMPLE] = first
+            # before rows are padded for a ring, and before their tokens are counted
+            if cut_documents(batches, self._view, self.state):
+                num_items = self._get_num_items_in_batch(batches, device)
+        if self._ring is not None:  # which splits a batch in place, in its step
+            rows = [self._ring.whole_rows(batch) for batch in batches]
+        if self._ranks is not None:
+            for batch, whole in zip(batches, rows, strict=True):
+                batch[WHOLE_ROWS] = whole
+        if self._objective is not None:
+            self._step_counts = self._count_step(rows, firsts, device)
+            # A non-None num_items stops Trainer from dividing again by gradient_accumulation_steps.
+            num_items = self._step_counts["tokens"]
+        return batches, num_items
+
+    def _count_step(self, rows: list[dict[str, Any]], firsts: list[int], device: torch.device) -> dict[str, int]:
+        """Tokens and labels of the optimizer step, by which the objective divides the sums of each batch."""
+        assert self._objective is not None
+        counts = []
+        for batch, first in zip(rows, firsts, strict=True):
+            self._view.set_clock(self.state, first)  # counts may depend on draws
+            counts.append(self._objective.counts(self._objective.read(batch)))
+        over_all_ranks = self.args.average_tokens_across_devices
+        return total_counts(counts, self.accelerator, device, self._ranks, over_all_ranks=over_all_ranks)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of a micro-batch, whose draws are keyed by optimizer step and document.
+
+        The key is also set for a user's own `compute_loss`.
+        """
+        model.train()  # before the contexts: an objective patches other things in training than in evaluation
+        self._view.set_clock(self.state, inputs.pop(FIRST_SAMPLE, 0))
+        self._whole = inputs.pop(WHOLE_ROWS, None)
+        with ExitStack() as stack:
+            for part in (self._long_rows, self._objective, self._shifted):  # the last one sees attention calls first
+                if part is not None:
+                    stack.enter_context(part.active())
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        self._whole = None
+        if self._ulysses is not None:
+            loss = self._mean_of_ulysses(loss)
+        if getattr(self.compute_loss, "__func__", None) is not RopeSFTTrainer.compute_loss:
+            # a user's own `compute_loss` has not checked; each check waits for the GPU
+            self._finite_losses.require(loss, self.state.global_step)
+        if self._view.perturbs and (self._objective is None or self._objective.draws):
+            self._means["train"].add(self._view.drawn())
+        self._batches_left -= 1
+        if self._batches_left == 0:  # reduced over ranks once a step: they wait for each other there
+            for name, mean in self._means["train"].take().items():
+                self._metrics["train"][name].append(mean)
+        return loss
+
+    def _mean_of_ulysses(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss for the log, whose mean over ranks need not be what DeepSpeed makes of their gradients."""
+        assert self._ulysses is not None
+        over_all_ranks = self.args.average_tokens_across_devices
+        n_parts = self.accelerator.num_processes if over_all_ranks else self._ulysses.size
+        return loss * (n_parts / gradient_factor(self.accelerator, over_all_ranks=over_all_ranks))
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Trainer's splitting of a batch inside the step, which changes the batch's tensors in place."""
+        if self._ring is not None:
+            inputs = self._ring.ring_inputs(inputs)
+        return super()._prepare_context_parallel_inputs(model, inputs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The loss of a batch: TRL's own, or the objective's."""
+        with self._shard_in_force(inputs):
+            if self._objective is None:
+                with counts_of_all_ranks(self.accelerator):
+                    result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            else:
+                result = self._objective_loss(model, inputs)
+        if self.model.training:  # before backward, in which DeepSpeed takes its step
+            loss = result[0] if isinstance(result, tuple) else result
+            self._finite_losses.require(loss, self.state.global_step)
+        return result
+
+    def _shard_in_force(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Tells forwards inside the block which tokens of whole rows they get, where ranks share a sequence."""
+        if self._ranks is None or self._whole is None or self._view.source is None:
+            return nullcontext()
+        return self._ranks.shard_in_force(self.model, self._whole, inputs)
+
+    def _objective_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """The objective's loss of a batch; its parts are added to the means that are logged."""
+        assert self._objective is not None
+        mode = "train" if self.model.training else "eval"
+        shard = self._objective.shard
+        read = self._objective.read(inputs if shard is None else shard.batch)
+        batch_counts = self._objective.counts(read)
+        counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in batch_counts.items()}
+        loss, parts = self._objective.loss(model, inputs, read, counts, batch_counts)
+        if mode == "eval" and self._only_repeated:
+            parts = {name: (torch.zeros_like(total), 0.0) for name, (total, _) in parts.items()}
+        # sums are over the rank's own tokens; counts are of whole rows, which each rank that shares them adds
+        n_sharing = 1 if shard is None else shard.size
+        self._means[mode].add({name: (total, count / n_sharing) for name, (total, count) in parts.items()})
+        if mode == "train":
+            tokens = torch.tensor(batch_counts["tokens"], device=loss.device)
+            self._total_train_tokens += self.accelerator.gather(tokens).sum().item() // n_sharing
+            # engines average gradients over ranks, and the loss is already divided by counts of all of them
+            loss = loss * gradient_factor(self.accelerator, over_all_ranks=self.args.average_tokens_across_devices)
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's norm of the gradients, which it asks for before each optimizer step, with and without clipping."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self._finite_losses.require_gradient(norm, self.state.global_step)
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's log, with tokens per second since the last one."""
+        if self.model.training and "loss" in logs:
+            rate = self._token_rate.since_last(float(self._total_train_tokens))
+            if rate is not None:
+                self._metrics["train"]["tokens_per_second"].append(rate)
+        super().log(logs, start_time)
+
+    def _new_means(self) -> StepMeans:
+        return StepMeans(self.accelerator, ranks_alike=not self.args.average_tokens_across_devices)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """TRL's evaluation; the view of this trainer is in force meanwhile, also after training."""
@@ -329,12 +536,105 @@ class RopeSFTTrainer(SFTTrainer):
         with self._view.in_force(self.model):
             return super().predict(*args, **kwargs)
 
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Trainer's loop of an evaluation or a prediction, with the parts of an objective's loss among its metrics."""
+        self._evaluated = 0
+        self._means["eval"] = self._new_means()  # discard sums of an interrupted loop
+        if self._ring is not None:
+            self.gather_function = self._ring.gather_of_rings  # for this loop: Trainer sets its own again
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        forget_unfinished_forwards(self.model)
+        metrics = cast(dict[str, float], output.metrics)
+        means = self._means["eval"].take()
+        for name, mean in means.items():
+            metrics[f"{metric_key_prefix}_{name}"] = mean
+        loss = None if self._objective is None else self._objective.evaluation_loss(means)
+        if loss is not None:
+            metrics[f"{metric_key_prefix}_loss"] = loss
+        return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """TRL's step, with the objective's loss. Ulysses is off here: each rank has rows of its own."""
+        inputs = self._prepare_inputs(inputs)
+        # with logits the repeated rows stay, as those of all ranks are gathered; an image is not a row of a tensor
+        self._only_repeated = False
+        if prediction_loss_only and not self._is_vision_dataset:
+            reader = self.args.process_index // (1 if self._ring is None else self._ring.size)
+            state, batch_size = self.accelerator.gradient_state, self.args.eval_batch_size
+            inputs, self._only_repeated = without_repeated(inputs, state, batch_size, reader)
+        first_sample = self._count_evaluated(inputs)
+        self._view.set_evaluation_clock(first_sample)
+        with nullcontext() if self._long_rows is None else self._long_rows.active():
+            if self._objective is not None:
+                self._objective.begin(None, first_sample)
+            if self._ring is not None:
+                result = self._predict_in_ring(model, inputs, prediction_loss_only)
+            elif self._objective is not None:
+                result = self._predict_by_objective(model, inputs, prediction_loss_only)
+            else:
+                result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        tell_of_evaluation(result[0])
+        return result
+
+    def _count_evaluated(self, inputs: dict[str, Any]) -> int:
+        """Add a batch's documents to those of the evaluation; returns the ordinal of its first one."""
+        if not self._view.perturbs and self._objective is None:
+            return 0
+        (before,), n_documents = number_documents([inputs], self.accelerator, self.args.device, self._ring)
+        first_sample = self._evaluated + before
+        self._evaluated += n_documents
+        return first_sample
+
+    def _predict_by_objective(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
+        assert self._objective is not None
+        with torch.no_grad(), self.compute_loss_context_manager():
+            with self._objective.active():
+                loss = self.compute_loss(model, inputs)
+            if prediction_loss_only:
+                return loss, None, None
+            # the objective's forward makes no logits
+            others = {name: value for name, value in inputs.items() if name != "labels"}
+            return loss, model(**others, use_cache=False).logits, inputs.get("labels")
+
+    def _predict_in_ring(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
+        """An evaluation step whose rows are split as in training; TRL's own runs whole rows on every rank."""
+        assert self._ring is not None
+        if not prediction_loss_only:
+            raise ValueError(
+                "predictions and compute_metrics are given logits of whole rows, of which each rank of a ring "
+                "(cp_size) has a part: leave compute_metrics out and set prediction_loss_only=True."
+            )
+        self._whole = self._ring.whole_rows(inputs)
+        n_labels = torch.tensor(Labelled.of(self._whole).n_labels, device=self.args.device)
+        split, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager(), split():
+                if self._objective is not None:
+                    with self._objective.active():
+                        loss = self.compute_loss(model, inputs)
+                else:
+                    loss = self.compute_loss(model, inputs, num_items_in_batch=n_labels)
+                    if self.args.average_tokens_across_devices:  # undo TRL's factor for an average over ranks
+                        loss = loss / self.accelerator.num_processes
+        finally:
+            self._whole = None
+        return self._ring.sum_over(loss), None, None
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's saving, also of checkpoints, with a record of what was trained with and a model card.
 
-        Under FSDP the model is one plain checkpoint, whatever `fsdp_state_dict_type` says of checkpoints on the way.
-        Under SHARDED_STATE_DICT those have weights in parts, and here also the config, the tokenizer and what an
-        adapter needs, so that the merged weights load.
+        Under FSDP the final model is one plain checkpoint, whatever `fsdp_state_dict_type` is. Under SHARDED_STATE_DICT
+        the checkpoints of training have weights in parts, and beside them config, tokenizer and the files of an
+        adapter, so that the merged weights load.
 
         Raises:
             FloatingPointError: a weight that is trained is not finite.
@@ -343,7 +643,7 @@ class RopeSFTTrainer(SFTTrainer):
         folder = Path(output_dir or str(self.args.output_dir))
         with told_of_full_disk(folder, self._how_to_go_on):
             if self.args.should_save:
-                self._record.write_before_weights(self, folder)
+                self._record.write_before_weights(self._saved_run(), folder)
                 keep_count(self.state, self._total_train_tokens)
             with nullcontext() if _internal_call else weights_gathered(self.accelerator):
                 if saves_in_parts(self.accelerator):
@@ -354,10 +654,10 @@ class RopeSFTTrainer(SFTTrainer):
             if self.args.should_save:
                 if is_patched(self.model):
                     widen_tokenizer_of(folder, self.model)
-                self._record.write_after_weights(self, folder)
+                self._record.write_after_weights(self._saved_run(), folder)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's saving of weights, optimizer and states; a disk that is full is told of with the way to go on."""
+        """TRL's saving of weights, optimizer and states; the error of a full disk says how to go on."""
         folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
         with told_of_full_disk(folder, self._how_to_go_on):
             super()._save_checkpoint(*args, **kwargs)
@@ -373,9 +673,9 @@ class RopeSFTTrainer(SFTTrainer):
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Trainer's push of a checkpoint while training goes on, with what tells the RoPE of its adapter.
+        """Trainer's push of a checkpoint during training, with the record and the RoPE of its adapter.
 
-        Trainer copies weights and configs to `output_dir` by their names, of which ours are none.
+        Trainer copies files to `output_dir` by a list of names that has none of ours.
         """
         earlier: Any = self.push_in_progress
         busy = earlier is not None and not earlier.is_done()
@@ -385,262 +685,32 @@ class RopeSFTTrainer(SFTTrainer):
             self._record.copy(Path(checkpoint_folder), Path(str(self.args.output_dir)))
         super()._push_from_checkpoint(checkpoint_folder)
 
-    def create_model_card(  # type: ignore[override]  # TRL's arguments, which are others than Trainer's
+    def create_model_card(  # type: ignore[override]  # TRL's arguments differ from Trainer's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Write the model card into `output_dir`, as TRL does; a README.md that somebody wrote or edited is kept.
 
         Args:
             model_name: title of the card.
-            dataset_name: of the training set, where it does not say it itself.
-            tags: for the hub, beside those of TRL and of this package.
+            dataset_name: of the training set, if it has none itself.
+            tags: for the hub, besides those of TRL and of this package.
         """
         if self.is_world_process_zero():
             folder = Path(str(self.args.output_dir))
-            self._record.write_card(self, folder, title=model_name, dataset_name=dataset_name, tags=tags)
+            run = self._saved_run()
+            self._record.write_card(run, folder, title=model_name, dataset_name=dataset_name, tags=tags)
 
-    def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
-        # under Ulysses TRL's own loss is a mean of each micro-batch, whatever it holds
-        if not args.has_own_loss and not (self._ranks is not None and self._ranks.engine == "sp"):
-            check_next_token(self)
-            return None
-        check_objective(self)
-        return objective_of(args).build(self.model, args, self.accelerator)
-
-    def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
-        return None if args.shifted_group is None else ShiftedAttention(self.model, args.shifted_group)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], Any]:
-        """All micro-batches of an optimizer step, each with the ordinal of its first document within the step."""
-        if 0 < self.state.max_steps <= self.state.global_step:
-            # Trainer looks for the end only behind a step: from the checkpoint of the last one it would take one more
-            self.control.should_training_stop = True
-            return [], None
-        self._means["train"] = self._new_means()  # what a step that was broken off has left
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        comes_split = self._ranks is not None and self._ranks.engine == "sp"
-        if comes_split and not batches:
-            # DeepSpeed 0.19 tells the end of an epoch at the start of the next one, which would lose a step
-            batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._objective is not None:
-            self._objective.begin(self.state.global_step)
-        rows = [self._ranks.whole_rows(batch) for batch in batches] if self._ranks and comes_split else batches
-        if self._view.perturbs and batches:
-            for batch in batches:
-                require_borders(batch, self.args)
-            numbers, _ = number_documents(rows, self.accelerator, device, self._ranks)
-            for batch, whole, first in zip(batches, rows, numbers, strict=True):
-                batch[FIRST_SAMPLE] = whole[FIRST_SAMPLE] = first
-            if cut_documents(batches, self._view, self.state):
-                num_items = self._get_num_items_in_batch(batches, device)
-        if self._ranks is not None:
-            for i, batch in enumerate(batches):
-                if not comes_split:
-                    self._ranks.padded(batch)
-                batch[WHOLE_ROWS] = rows[i] if comes_split else self._ranks.whole_rows(batch)
-        if self._objective is not None and batches:
-            self._step_counts = total_counts(
-                [self._counts(batch) for batch in rows],
-                self.accelerator,
-                device,
-                self._ranks,
-                over_all_ranks=self.args.average_tokens_across_devices,
-            )
-            # a number tells Trainer not to divide by micro-steps what is already divided by counts of the step
-            num_items = self._step_counts["tokens"]
-        self._batches_left = len(batches)
-        return batches, num_items
-
-    def _counts(self, batch: dict[str, Any]) -> dict[str, int]:
-        assert self._objective is not None
-        self._view.set_clock(self.state, batch.get(FIRST_SAMPLE, 0))  # what is counted may depend on draws
-        return self._objective.counts(self._objective.read(batch))
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """SFTTrainer's loss of a forward whose view is keyed by optimizer step and document."""
-        with self._shard_in_force(inputs):
-            if self._objective is None:
-                with counts_of_all_ranks(self.accelerator):
-                    result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            else:
-                result = self._distil(model, inputs)
-        if self.model.training:  # before backward, in which DeepSpeed takes its step
-            loss = result[0] if isinstance(result, tuple) else result
-            self._finite_losses.require(loss, self.state.global_step)
-        return result
-
-    def _shard_in_force(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Let forwards inside the block know which tokens of whole rows they get, where ranks share a sequence."""
-        if self._ranks is None or self._whole is None or self._view.source is None:
-            return nullcontext()
-        return self._ranks.shard_in_force(self.model, self._whole, inputs)
-
-    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """Trainer's splitting of a batch inside the step, which changes the batch's tensors in place."""
-        if self._ranks is not None and self._ranks.engine == "cp":
-            inputs = self._ranks.ring_inputs(inputs)
-        return super()._prepare_context_parallel_inputs(model, inputs)
-
-    def _distil(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        assert self._objective is not None
-        mode = "train" if self.model.training else "eval"
-        shard = self._objective.shard
-        n_sharing = 1 if shard is None else shard.size
-        read = self._objective.read(inputs if shard is None else shard.batch)
-        batch_counts = self._objective.counts(read)
-        counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in batch_counts.items()}
-        loss, parts = self._objective.loss(model, inputs, read, counts, batch_counts)
-        if mode == "eval" and self._only_repeated:
-            parts = {name: (torch.zeros_like(total), 0.0) for name, (total, _) in parts.items()}
-        # sums are of the rank's own tokens, counts of whole rows, which each rank that shares them adds
-        self._means[mode].add({name: (total, count / n_sharing) for name, (total, count) in parts.items()})
-        if mode == "train":
-            tokens = torch.tensor(batch_counts["tokens"], device=loss.device)
-            self._total_train_tokens += self.accelerator.gather(tokens).sum().item() // n_sharing
-            loss = loss * gradient_factor(self.accelerator, over_all_ranks=self.args.average_tokens_across_devices)
-        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
-        return loss
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's step, keyed by optimizer step and document, also of a `compute_loss` of one's own.
-
-        Forward and backward of an objective run while it watches the model's attention.
-        """
-        model.train()  # Trainer does so later: what an objective puts in place differs between training and evaluation
-        self._view.set_clock(self.state, inputs.pop(FIRST_SAMPLE, 0))
-        self._whole = inputs.pop(WHOLE_ROWS, None)
-        with ExitStack() as stack:
-            for part in (self._long_rows, self._objective, self._shifted):  # the last one looks at attention first
-                if part is not None:
-                    stack.enter_context(part.active())
-            loss = super().training_step(model, inputs, *args, **kwargs)
-        self._whole = None
-        if self._ranks is not None and self._ranks.engine == "sp":
-            # Trainer logs the mean over ranks, which may not be what the engine makes of gradients
-            over_all = self.args.average_tokens_across_devices
-            n_parts = self.accelerator.num_processes if over_all else self._ranks.size
-            loss = loss * (n_parts / gradient_factor(self.accelerator, over_all_ranks=over_all))
-        if getattr(self.compute_loss, "__func__", None) is not RopeSFTTrainer.compute_loss:
-            # a `compute_loss` of one's own has not looked; each look waits for the GPU
-            self._finite_losses.require(loss, self.state.global_step)
-        if self._view.perturbs and (self._objective is None or self._objective.draws):
-            self._means["train"].add(self._view.drawn())
-        self._batches_left -= 1
-        if self._batches_left == 0:  # taken once a step, not a batch: ranks wait for each other there
-            for name, mean in self._means["train"].take().items():
-                self._metrics["train"][name].append(mean)
-        return loss
-
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's norm of the gradients, which it asks for before each optimizer step, with and without clipping."""
-        norm = super()._get_grad_norm(*args, **kwargs)
-        self._finite_losses.require_gradient(norm, self.state.global_step)
-        return norm
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> Any:
-        """TRL's step, of which an objective gives the loss."""
-        inputs = self._prepare_inputs(inputs)
-        # Ulysses is off in evaluation, where each rank has rows of its own
-        ring = self._ranks if self._ranks is not None and self._ranks.engine == "cp" else None
-        # logits of all ranks are gathered, of as many rows each; images are not those of a row each
-        self._only_repeated = False
-        if prediction_loss_only and not self._is_vision_dataset:
-            inputs, self._only_repeated = without_repeated(
-                inputs,
-                self.accelerator.gradient_state,
-                self.args.eval_batch_size,
-                self.args.process_index // (1 if ring is None else ring.size),
-            )
-        first_sample = 0
-        if self._view.perturbs or self._objective is not None:
-            (before,), n_documents = number_documents([inputs], self.accelerator, self.args.device, ring)
-            first_sample = self._evaluated + before
-            self._evaluated += n_documents
-        self._view.set_evaluation_clock(first_sample)
-        with nullcontext() if self._long_rows is None else self._long_rows.active():
-            if self._objective is not None:
-                self._objective.begin(None, first_sample)
-            if ring is not None:
-                result = self._predict_in_ring(model, inputs, prediction_loss_only)
-            elif self._objective is None:
-                result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            else:
-                with torch.no_grad(), self.compute_loss_context_manager():
-                    with self._objective.active():
-                        loss = self.compute_loss(model, inputs)
-                    result = loss, None, None
-                    if not prediction_loss_only:  # logits by a forward of their own, as TRL's
-                        others = {name: value for name, value in inputs.items() if name != "labels"}
-                        result = loss, model(**others, use_cache=False).logits, inputs.get("labels")
-        tell_of_evaluation(result[0])
-        return result
-
-    def _predict_in_ring(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
-        """An evaluation step whose rows are split as in training; TRL's own runs whole rows on every rank."""
-        assert self._ranks is not None
-        if not prediction_loss_only:
-            raise ValueError(
-                "predictions and compute_metrics are given logits of whole rows, of which each rank of a ring "
-                "(cp_size) has a part: leave compute_metrics out and set prediction_loss_only=True."
-            )
-        self._ranks.padded(inputs)
-        self._whole = self._ranks.whole_rows(inputs)
-        n_labels = torch.tensor(Labelled.of(self._whole).n_labels, device=self.args.device)
-        split, inputs = self._prepare_context_parallel_inputs(model, inputs)
-        try:
-            with torch.no_grad(), self.compute_loss_context_manager(), split():
-                if self._objective is not None:
-                    with self._objective.active():
-                        loss = self.compute_loss(model, inputs)
-                else:
-                    loss = self.compute_loss(model, inputs, num_items_in_batch=n_labels)
-                    if self.args.average_tokens_across_devices:  # TRL has undone an average over ranks
-                        loss = loss / self.accelerator.num_processes
-        finally:
-            self._whole = None
-        return self._ranks.sum_over(loss), None, None
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Trainer's loop of an evaluation or a prediction, with the parts of an objective's loss among its metrics."""
-        self._evaluated = 0
-        self._means["eval"] = self._new_means()  # what a loop that was broken off has left
-        if self._ranks is not None and self._ranks.engine == "cp":
-            self.gather_function = self._ranks.gather_of_rings  # for this loop: Trainer takes its own again
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        forget_unfinished_forwards(self.model)
-        metrics = cast(dict[str, float], output.metrics)
-        means = self._means["eval"].take()
-        for name, mean in means.items():
-            metrics[f"{metric_key_prefix}_{name}"] = mean
-        loss = None if self._objective is None else self._objective.evaluation_loss(means)
-        if loss is not None:
-            metrics[f"{metric_key_prefix}_loss"] = loss
-        return output
-
-    def _new_means(self) -> StepMeans:
-        return StepMeans(self.accelerator, ranks_alike=not self.args.average_tokens_across_devices)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's log, with the rate since the last one."""
-        if self.model.training and "loss" in logs:
-            rate = self._token_rate.since_last(float(self._total_train_tokens))
-            if rate is not None:
-                self._metrics["train"]["tokens_per_second"].append(rate)
-        super().log(logs, start_time)
+    def _saved_run(self) -> SavedRun:
+        return SavedRun(
+            model=self.model,
+            args=self.args,
+            train_dataset=self.train_dataset,
+            processing_class=self.processing_class,
+            lr_scheduler=self.lr_scheduler,
+            steps=self.state.global_step,
+            tokens=int(self._total_train_tokens),
+            base_revision=self.base_revision,
+            hub_model=self.hub_model,
+            hub_model_id=self.hub_model_id,
+            tags=self._tag_names,
+        )

@@ -1,4 +1,4 @@
-"""What becomes of a training set before the first step: what is told of it, and what is refused."""
+"""Preparation of a training set before the first step: what is cut, left out or refused."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ _PART = 2**16  # tokens that are looked at together
 
 
 def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
-    """Raise ValueError if `dataset`, one or several by name, or a row, has no text or chat where TRL looks for it."""
+    """Raise ValueError if a dataset (one, or several by name) or a row lacks the text or chat that TRL reads."""
     for part_name, part in named_sets(dataset, name):
         _require_text_in(part, part_name, args)
 
@@ -40,9 +40,9 @@ def _require_text_in(dataset: Any, name: str, args: RopeSFTConfig) -> None:
     columns = dataset.column_names
     if len(dataset) == 0:
         raise ValueError(f"{name} must have at least one row, got none.")
-    if dataset.format["type"] == "custom":  # a function of the user makes what is read
+    if dataset.format["type"] == "custom":  # a user's function makes the rows
         return
-    chats = ("messages", "conversations")  # TRL goes by the first row
+    chats = ("messages", "conversations")  # TRL looks at the first row
     chat = next((c for c in chats if c in columns and (args.dataset_text_field not in columns or dataset[0][c])), None)
     if "input_ids" in columns:
         _require_integers_in_each_row(dataset, name)
@@ -60,7 +60,7 @@ def _require_text_in(dataset: Any, name: str, args: RopeSFTConfig) -> None:
 
 
 def named_sets(dataset: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The sets in `dataset`, which is one, several by name or None, each with its name for messages."""
+    """The sets in `dataset` (one, several by name, or None), each with its name for messages."""
     if isinstance(dataset, Mapping):
         for key, part in dataset.items():
             yield f"{name}[{key!r}]", part
@@ -72,7 +72,7 @@ def require_kept_borders(dataset: Any, name: str, args: RopeSFTConfig, packing: 
     """Raise ValueError if rows of `dataset` hold several documents that TRL's collator would not keep apart.
 
     Args:
-        dataset: as the trainer was given it.
+        dataset: as the user gave it.
         name: of it, for messages.
         args: of the trainer.
         packing: whether it will be packed.
@@ -87,12 +87,12 @@ def require_kept_borders(dataset: Any, name: str, args: RopeSFTConfig, packing: 
             f"rows of {name} hold several documents ({why}), which are kept apart only with padding_free=True, or "
             f"packing=True and packing_strategy='bfd_split' or 'bfd'; got padding_free={args.padding_free}, "
             f"packing={args.packing}, packing_strategy={args.packing_strategy!r}. Set padding_free=True, or give "
-            "documents one a row and do not pack them."
+            "one document a row and do not pack them."
         )
 
 
 def _require_chats_in_each_row(dataset: Dataset, name: str, columns: tuple[str, ...]) -> None:
-    """Raise ValueError for a row without messages, or prompt and completion that are not both texts or both chats."""
+    """Raise ValueError for a row without messages, or with prompt and completion that are not both texts or chats."""
     kind = "a list" if len(columns) == 1 else "texts, or lists"
     for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None)):
         values = [row[column] for column in columns]
@@ -114,7 +114,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _require_integers_in_each_row(dataset: Dataset, name: str) -> None:
-    """Raise ValueError for rows of tokens, or of their labels, that are no lists of integers."""
+    """Raise ValueError if tokens or labels are no lists of integers."""
     for column in {"input_ids", "labels"} & set(dataset.column_names):
         feature = dataset.features[column]
         kind = getattr(feature, "feature", feature)
@@ -123,10 +123,10 @@ def _require_integers_in_each_row(dataset: Dataset, name: str) -> None:
 
 
 def require_known_tokens(dataset: Any, name: str, vocab_size: int | None) -> None:
-    """Raise ValueError if a row has a token, or a label, that the model has no embedding of.
+    """Raise ValueError if a row has a token or label without an embedding in the model.
 
     Args:
-        dataset: tokenized; a stream is not looked at.
+        dataset: tokenized; a stream is not checked.
         name: of it, for messages.
         vocab_size: of the model.
     """
@@ -142,8 +142,8 @@ def require_known_tokens(dataset: Any, name: str, vocab_size: int | None) -> Non
                 masked = ", or -100 for none" if column == "labels" else ""
                 raise ValueError(
                     f"{name}: row {first + row} of its tokenized rows has {ids[at]} in {column!r}, and the model knows "
-                    f"tokens 0 to {vocab_size - 1}{masked}. Use the model's own tokenizer, or, where it was given more "
-                    "tokens, call model.resize_token_embeddings(len(tokenizer))."
+                    f"tokens 0 to {vocab_size - 1}{masked}. Use the model's own tokenizer, or, if you added tokens to "
+                    "it, call model.resize_token_embeddings(len(tokenizer))."
                 )
 
 
@@ -175,7 +175,7 @@ def with_masked_loss(args: RopeSFTConfig, *datasets: Any) -> RopeSFTConfig:
     """`args`, or a copy in which the loss is of completions, where the rows of one of `datasets` say what those are.
 
     TRL decides so by itself for prompts and completions, and would not read the mask of rows of token ids. It counts
-    every token of rows without a mask either way.
+    every token of rows without a mask either policy.
 
     Args:
         args: of the trainer.
@@ -192,7 +192,7 @@ def document_tokens(dataset: Dataset) -> Iterator[tuple[torch.Tensor, torch.Tens
     """Token ids of the documents that `document_lengths` counts, in parts of 2**16 tokens on average.
 
     Yields:
-        The ids of some documents, one behind the other, int64 [tokens], and how many each has, int64 [documents].
+        Token IDs of some documents, one after the other, int64 [tokens], and their lengths, int64 [documents].
     """
     tokens = document_lengths(dataset)
     assert tokens is not None
@@ -216,23 +216,23 @@ def prepare_rows(
     packing: bool,
     prepare: Prepare,
 ) -> Any:
-    """Rows of a dataset for training, by TRL's own preparation, and one line of what is left out of them.
+    """Rows of a dataset by TRL's own preparation, and one logged line of what is left out of them.
 
-    TRL tokenizes first, but for the texts of `long_documents="full-rows"`, of which `cut_into_rows` makes rows. With
-    "split" documents without a token to predict are then left out, and those longer than `max_length` are cut where the
-    kind of data allows it. Otherwise the rows are TRL's.
+    TRL tokenizes first, except for `long_documents="full-rows"`, where `cut_into_rows` makes rows of the texts. With
+    "split", documents without a token to predict are then left out, and documents longer than `max_length` are cut if
+    the kind of data allows it. Otherwise the rows are TRL's.
 
     Args:
-        dataset: as the trainer was given it.
+        dataset: as the user gave it.
         name: of it, for messages.
         args: of the trainer.
         tokenizer: of the model.
         packing: whether rows hold several documents.
-        prepare: TRL's preparation; it leaves a tokenized dataset as it is but for truncation, packing and shuffling.
+        prepare: TRL's preparation, which truncates, packs and shuffles a tokenized dataset.
 
     Raises:
-        ValueError: no document has a token to predict, `max_length` leaves no room for one, or a row that is packed
-            already has more tokens.
+        ValueError: no document has a token to predict, `max_length` leaves no room for one, or a packed row has more
+            than `max_length` tokens.
     """
     fills_rows = args.long_documents == "full-rows"
     if fills_rows:
@@ -243,73 +243,73 @@ def prepare_rows(
     columns = _column_names(dataset)
     if "seq_lengths" in columns:
         return _prepare_packed(dataset, name, args, prepare)
-    as_it_is = copy.copy(args)
-    as_it_is.max_length, as_it_is.shuffle_dataset = None, False
-    tokenized = prepare(dataset, as_it_is, False)
-    way = _Way.of(args, tokenizer, packing, columns)
+    tokenize_only = copy.copy(args)
+    tokenize_only.max_length, tokenize_only.shuffle_dataset = None, False
+    tokenized = prepare(dataset, tokenize_only, False)
+    policy = LongDocumentPolicy.of(args, tokenizer, packing, columns)
     if isinstance(tokenized, IterableDataset):
-        return _prepare_stream(tokenized, name, args, way, lambda rows: prepare(*way.truncated(rows), packing))
+        return _prepare_stream(tokenized, name, args, policy, lambda rows: prepare(*policy.truncated(rows), packing))
     if not all(isinstance(tokenized.features[column], List | LargeList) for column in ("input_ids", "labels")):
         return prepare(tokenized, args, packing)
-    limit = args.max_length if way.truncates else None
-    survey = partial(Survey.of, special=way.special, labelled=way.labelled, joined=way.wraps)
+    limit = args.max_length if policy.truncates else None
+    survey = partial(Survey.of, special=policy.special, labelled=policy.labelled, joined=policy.wraps)
     documents = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
     _require_text_to_predict(documents.teaches, name)
     if not (documents.teaches & documents.teaches_kept).any():
         raise ValueError(
-            f"max_length={args.max_length} truncates all that could be predicted in {name}: all completions lie behind "
-            "it. Raise max_length."
+            f"max_length={args.max_length} truncates every token to predict in {name}: all completions lie beyond it. "
+            "Raise max_length."
         )
     notes: list[str] = []
     left_out: list[str] = []
     untaught = ~documents.teaches
     if untaught.any():
-        (left_out if way.splits else notes).append(
+        (left_out if policy.splits else notes).append(
             f"{_count(untaught.sum(), 'document')} of {_count(documents.lengths[untaught].sum(), 'token')} "
             "without a token to predict (empty, one token, special tokens only, or all masked)"
         )
-    lost = documents.teaches & ~documents.teaches_kept & (not packing)  # in a pack TRL keeps what is left of them
+    lost = documents.teaches & ~documents.teaches_kept & (not packing)  # with packing TRL keeps their beginnings
     if lost.any():
         left_out.append(
             f"{_count(lost.sum(), 'document')} of {_count(documents.lengths[lost].sum(), 'token')} "
             "whose completion lies behind max_length"
         )
-    kept = ~(lost | untaught if way.splits else lost)
-    if way.splits and not kept.all():
+    kept = ~(lost | untaught if policy.splits else lost)
+    if policy.splits and not kept.all():
         tokenized = tokenized.select(np.flatnonzero(kept))
     lengths, masked = documents.lengths[kept], documents.masked[kept]
     longer = lengths > args.max_length if args.max_length is not None else np.zeros_like(masked)
-    cut = longer & way.cuts(masked)
+    cut = longer & policy.cuts(masked)
     if cut.any():
-        tokenized = way.cut(tokenized)
+        tokenized = policy.cut(tokenized)
         notes.append(f"{_count(cut.sum(), 'document')} longer than max_length cut into rows that are all read")
-        if (cut & (masked | way.whole)).any():
+        if (cut & (masked | policy.whole)).any():
             notes.append("also conversations, prompts and completions, whose later rows lack what came before")
         pieces = survey(tokenized)
         if not pieces.teaches.all():
             tokenized = tokenized.select(np.flatnonzero(pieces.teaches))
             tokens = pieces.lengths[~pieces.teaches].sum()
             left_out.append(f"{_count(tokens, 'token')} in rows of a cut document that have no token to predict")
-    truncated = longer & ~cut & way.truncates
+    truncated = longer & ~cut & policy.truncates
     if truncated.any():
         tokens = (lengths[truncated] - args.max_length).sum()
         left_out.append(
             f"{_count(tokens, 'token')} ({tokens / documents.tokens:.1%} of all) behind max_length in "
-            f"{_count(truncated.sum(), 'document')} ({way.remedy()})"
+            f"{_count(truncated.sum(), 'document')} ({policy.remedy()})"
         )
-    rows = prepare(*way.truncated(tokenized), packing)
-    if way.splits and way.wraps and (single := int((survey(rows).lengths == 1).sum())):
+    rows = prepare(*policy.truncated(tokenized), packing)
+    if policy.splits and policy.wraps and (single := int((survey(rows).lengths == 1).sum())):
         left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
     if args.process_index == 0 and not fills_rows:
         size = "" if args.max_length is None else f" of at most {args.max_length}"
         what = f"{name}: {_count(len(documents.lengths), 'document')} of {_count(documents.tokens, 'token')}"
-        notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *way.notes]
+        notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *policy.notes]
         logger.warning(f"{', '.join(notes)}. Left out: {'; '.join(left_out) or 'nothing'}.")
     return rows
 
 
 def _prepare_packed(dataset: Any, name: str, args: RopeSFTConfig, prepare: Prepare) -> Any:
-    """Rows that are packed already, whole and as they are: packed again they would be one document each."""
+    """Leave rows that are already packed as they are: packed again each would count as one document."""
     if isinstance(dataset, Dataset) and isinstance(dataset.features["input_ids"], List | LargeList):
         rows = dataset.select_columns(["input_ids"]).with_format("arrow").iter(1000)
         longest = max((int(_int64(pc.list_value_length(batch["input_ids"])).max()) for batch in rows), default=0)
@@ -318,24 +318,24 @@ def _prepare_packed(dataset: Any, name: str, args: RopeSFTConfig, prepare: Prepa
                 f"{name} has a column seq_lengths, so its rows are packed already and must have at most max_length="
                 f"{args.max_length} tokens, got one of {longest}. Raise max_length, or give documents one a row."
             )
-    as_it_is = copy.copy(args)
-    as_it_is.max_length = None
-    return prepare(dataset, as_it_is, False)
+    unchanged = copy.copy(args)
+    unchanged.max_length = None
+    return prepare(dataset, unchanged, False)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """What is done with documents longer than `max_length`."""
+class LongDocumentPolicy:
+    """How documents longer than `max_length` are cut or truncated."""
 
     args: RopeSFTConfig
     tokenizer: Any
-    begin: tuple[int, ...] | None  # None: it cannot be told
+    begin: tuple[int, ...] | None  # special tokens before a text; None if they are not known
     special: tuple[int, ...]
     packing: bool
     columns: tuple[str, ...]
 
     @classmethod
-    def of(cls, args: RopeSFTConfig, tokenizer: Any, packing: bool, columns: Sequence[str]) -> "_Way":
+    def of(cls, args: RopeSFTConfig, tokenizer: Any, packing: bool, columns: Sequence[str]) -> "LongDocumentPolicy":
         begin = _begin(tokenizer)
         if args.max_length is not None and args.max_length <= max(len(begin or ()), 1):
             raise ValueError(
@@ -346,12 +346,12 @@ class _Way:
 
     @property
     def whole(self) -> bool:
-        """Whether the kind of data must stay whole."""
+        """Whether documents lose their meaning where they are cut, as chats do."""
         return any(column in self.columns for column in STAY_WHOLE)
 
     @property
     def wraps(self) -> bool:
-        """Whether rows are cut from documents that are joined."""
+        """Whether rows are cut from joined documents."""
         return self.packing and self.args.packing_strategy == "wrapped"
 
     @property
@@ -405,9 +405,9 @@ class _Way:
         return made.with_format(style)
 
     def truncated(self, tokenized: Any) -> tuple[Any, RopeSFTConfig]:
-        """What TRL is to prepare, and with which config: documents already truncated, where their labels do not matter.
+        """The dataset and config for TRL, with documents already truncated if the objective ignores labels.
 
-        TRL drops documents without any label as it truncates, and objectives that distil learn from these too.
+        TRL drops documents without a label when it truncates, and distillation learns from these too.
         """
         if self.labelled or self.packing or self.args.max_length is None:
             return tokenized, self.args
@@ -421,20 +421,24 @@ class _Way:
             return tokenized.map(lambda row: {name: row[name][part] for name in columns}, **options), args
 
     def remedy(self) -> str:
-        """How to lose less."""
+        """How to keep more of the text."""
         if not self.splits and (self.packing or not self.whole):
             return "long_documents='split' keeps them"
         return "documents with prompts, completions or masked labels stay whole: raise max_length"
 
 
 def _prepare_stream(
-    tokenized: IterableDataset, name: str, args: RopeSFTConfig, way: _Way, prepare: Callable[[Any], Any]
+    tokenized: IterableDataset,
+    name: str,
+    args: RopeSFTConfig,
+    policy: LongDocumentPolicy,
+    prepare: Callable[[Any], Any],
 ) -> Any:
-    """`prepare_rows` of a dataset that can be read once only: nothing of it is counted."""
-    cuts = args.max_length is not None and bool(way.cuts(np.zeros(1, dtype=bool)).any())
+    """`prepare_rows` of a stream, which can be read only once, so that nothing is counted."""
+    cuts = args.max_length is not None and bool(policy.cuts(np.zeros(1, dtype=bool)).any())
     if cuts:
-        tokenized = way.cut(tokenized)
-    taught = tokenized.filter(partial(_teaches, special=frozenset(way.special), labelled=way.labelled))
+        tokenized = policy.cut(tokenized)
+    taught = tokenized.filter(partial(_teaches, special=frozenset(policy.special), labelled=policy.labelled))
     if next(iter(taught), None) is None:
         _require_text_to_predict(np.zeros(0, dtype=bool), name)
     if args.process_index == 0:
@@ -442,21 +446,18 @@ def _prepare_stream(
         sentences = [f"{name} is a stream, whose documents and tokens are not counted"]
         if cuts:
             sentences.append(f"{longer} are cut into rows that are all read")
-        if way.truncates and (way.whole or not cuts):
-            sentences.append(f"{longer} are truncated, and what is behind is left out ({way.remedy()})")
-        elif way.truncates:
-            sentences.append("Of those with masked labels what is behind max_length is left out")
-        if way.splits:
+        if policy.truncates and (policy.whole or not cuts):
+            sentences.append(f"{longer} are truncated, and the rest is left out ({policy.remedy()})")
+        elif policy.truncates:
+            sentences.append("Those with masked labels are truncated to max_length")
+        if policy.splits:
             sentences.append("Documents without a token to predict are left out")
-        logger.warning(". ".join([*sentences, *way.notes]) + ".")
-    return prepare(taught if way.splits else tokenized)
+        logger.warning(". ".join([*sentences, *policy.notes]) + ".")
+    return prepare(taught if policy.splits else tokenized)
 
 
 def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any) -> None:
-    """Raise ValueError if no document of a set that TRL is told not to prepare has a token to predict; tell how many.
-
-    Such a set stays as it is.
-    """
+    """Raise ValueError if no document of a set without TRL's preparation has a token to predict; log how many lack."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or "seq_lengths" in dataset.column_names:
         return
     columns = dataset.features
@@ -474,9 +475,9 @@ def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any)
 def _require_text_to_predict(teaches: np.ndarray, name: str) -> None:
     if not teaches.any():
         raise ValueError(
-            f"{name} must have a document of at least two tokens, of which one that is not the first has a label, and "
-            f"none of its {len(teaches) or ''} documents has: they are empty, of one token, of special tokens only, or "
-            "all masked. Look at the column that the text is read from."
+            f"{name} must have a document of at least two tokens with a label after the first, and none of its "
+            f"{len(teaches) or ''} documents has: they are empty, of one token, of special tokens only, or all masked. "
+            "Look at the column that the text is read from."
         )
 
 

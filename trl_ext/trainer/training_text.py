@@ -1,4 +1,4 @@
-"""The training set as a view wants it, before TRL tokenizes it."""
+"""Preparation of the training set by a view, before TRL tokenizes it."""
 
 import copy
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """What `View.prepare_text` is given.
+    """The argument of `View.prepare_text`.
 
     Args:
         model: of the trainer, or its name.
@@ -40,12 +40,12 @@ class TrainingText:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The one that the trainer was given, or the model's, as it will be once TRL has set what `args` name."""
+        """The trainer's tokenizer, or the model's, with the end-of-sequence token and template that `args` name."""
         tokenizer = self._given_or_loaded()
         template = self._template_file
         if self.args.eos_token is None and template is None:
             return tokenizer
-        tokenizer = copy.deepcopy(tokenizer)  # TRL sets the user's own when all of this is accepted
+        tokenizer = copy.deepcopy(tokenizer)  # TRL changes the user's own later
         if self.args.eos_token is not None:
             tokenizer.eos_token = self.args.eos_token
         if template is not None:
@@ -54,7 +54,7 @@ class TrainingText:
 
     @property
     def _template_file(self) -> Path | None:
-        """`chat_template_path` where it is a template, as TRL tells it from the name of a tokenizer."""
+        """`chat_template_path` if it is a template, which TRL distinguishes from a tokenizer by its suffix."""
         path = Path(self.args.chat_template_path or "")
         return path if path.suffix in (".jinja", ".j2") and path.is_file() else None
 
@@ -77,8 +77,8 @@ class TrainingText:
             The dataset, and the cue's number of tokens, or the token ids of each of several.
 
         Raises:
-            ValueError: a training set that is no `datasets.Dataset`, what would be read as if the trainer's settings
-                for texts and chats were not there, or what `append_cue` refuses.
+            ValueError: the training set is no `datasets.Dataset`, a setting for texts or chats would have no effect, or
+                `append_cue` refuses the rows.
         """
         args = self.args
         if not isinstance(self.dataset, Dataset):
@@ -96,32 +96,32 @@ class TrainingText:
         )
 
     def _require_read_as_by_trl(self) -> None:
-        """Raise ValueError for settings by which TRL reads rows, and which it leaves out where they are token ids."""
+        """Raise ValueError for settings of texts and chats, which TRL ignores for rows of token IDs."""
         args = self.args
         if self.formatting_func is not None:
             raise ValueError(
-                "cue goes without formatting_func, as documents are tokenized before it would be called: give "
+                "cue does not work with formatting_func, as documents are tokenized before it is called: give "
                 "train_dataset.map(lambda row: {'text': formatting_func(row)}, remove_columns=train_dataset"
                 ".column_names)."
             )
         if args.assistant_only_loss:
             raise ValueError(
-                "cue goes without assistant_only_loss, as chats are token ids before TRL looks for replies in them: "
+                "cue does not work with assistant_only_loss, as chats are token IDs before TRL looks for replies: "
                 "leave it out, and give prompt and completion, or input_ids and assistant_masks."
             )
         columns = self.dataset.column_names
         chats = len(self.dataset) > 0 and "input_ids" not in columns and is_conversational(self.dataset[0])
         if chats and args.chat_template_path is not None and self._template_file is None:
             raise ValueError(
-                "cue goes with a chat_template_path that is a file of a template, .jinja or .j2, as chats are "
-                f"tokenized before TRL loads a tokenizer for it, got {args.chat_template_path!r}."
+                "cue needs a chat_template_path that is a template file, .jinja or .j2, as chats are tokenized before "
+                f"TRL loads another tokenizer, got {args.chat_template_path!r}."
             )
 
 
 def prepare_text(
     model: str | nn.Module, args: "RopeSFTConfig", dataset: Any, processing_class: Any, formatting_func: Any = None
 ) -> tuple["RopeSFTConfig", Any]:
-    """A trainer's `args` and training set as its view prepares them; those given stay as they are."""
+    """A trainer's `args` and training set as its view prepares them; the given ones stay unchanged."""
     options = args.view_options
     prepared, dataset = find_view(args.view).prepare_text(
         dict(options), TrainingText(model, args, dataset, processing_class, formatting_func)

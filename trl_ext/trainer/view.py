@@ -1,4 +1,4 @@
-"""The view of a trainer: in force while it runs, and told which step and which documents it draws for."""
+"""The view of a trainer: in force while it runs, with a clock that says which step and documents it draws for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from .model_setup import has_rope
 class TrainerView:
     """The view that a model has when its trainer is made.
 
-    Its `source` draws it, and is None for a model without RoPE, of which nothing is asked.
+    Its `source` draws it, and is None for a model without RoPE.
 
     Args:
         model: patched, or without RoPE.
@@ -43,10 +43,9 @@ class TrainerView:
 
     @contextmanager
     def in_force(self, model: nn.Module) -> Iterator[None]:
-        """The view of this trainer for as long as it runs, then none: what runs the model next sets no clock for it.
+        """Put on the view of this trainer while it runs, and take it off afterwards, as nothing sets its clock then.
 
-        A view that the user put on stays, and its clock goes on by itself again. What the model is saved with later
-        still names the view.
+        A view that the user put on stays, and its clock runs by itself again. Files saved later still name the view.
         """
         source = self.source
         if source is None:
@@ -55,8 +54,8 @@ class TrainerView:
         state = state_of(find_decoder(model))
         if state is None:
             raise ValueError(
-                "the model was unpatched after this trainer was made, so that it would train without its rescaling and "
-                "its view: make a new trainer."
+                "the model was unpatched after this trainer was made, and would train without its rescaling and view: "
+                "make a new trainer."
             )
         before = state.source, state.when
         state.source, state.when = source, self._when
@@ -72,7 +71,7 @@ class TrainerView:
                     state.source, state.when = (None, "train") if before[0] is source else before
 
     def set_clock(self, state: TrainerState, first_sample: int) -> None:
-        """Draw for the optimizer step that `state` is at, from its document `first_sample` on."""
+        """Draw for the optimizer step of `state`, from its document `first_sample` on."""
         if self.source is not None:
             progress = progress_at(state.global_step, state.max_steps)
             self.source.clock.set(state.global_step, first_sample, progress)
@@ -80,7 +79,7 @@ class TrainerView:
     def set_evaluation_clock(self, first_sample: int) -> None:
         """Draw for an evaluation, from its document `first_sample` on: the same every time.
 
-        Only a view that is always on draws there, and the KL of self-distillation.
+        Only a view that is always on, and the KL of self-distillation, draw there.
         """
         if self.source is not None:
             self.source.clock.set(-1, first_sample)
@@ -93,7 +92,7 @@ class TrainerView:
         return self.source.clock.key(locate_documents(rows, seq_len, batch["input_ids"].device, None, mask))
 
     def drawn(self) -> dict[str, Part]:
-        """What it has drawn in the last forward, for the log: each document counts once, in packed rows too."""
+        """Sum and number of each drawn parameter in the last forward; each document counts once, also when packed."""
         assert self.source is not None and self.source.last is not None
         last = self.source.last
         names = [n for n in last.parameters if n.rpartition(".")[2] != "length" and n.rpartition(".")[2][0] != "_"]

@@ -1,4 +1,4 @@
-"""Whether a view changes anything that is learned from the documents of a run, told before it starts."""
+"""Check before training that a view changes something in the documents of a run."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 _LENGTHS, _DRAWS = 16, 4
 
 Part = tuple[torch.Tensor | None, torch.Tensor]
-"""Token ids of documents, one behind the other, None where only lengths count, and the number of each one's."""
+"""Token IDs of documents, one after the other (None if only lengths count), and the number of tokens of each."""
 
 
 def require_effect_on(
@@ -31,17 +31,17 @@ def require_effect_on(
 ) -> None:
     """Draw for documents of a run, and raise if no draw changes a distance that the loss depends on.
 
-    A view that goes by lengths draws for documents of 16 of the run's lengths, four times each. One that goes by tokens
-    (`View.reads_tokens`) draws for the run's own documents until one is changed, which the first few are, and four
-    times for all of them before it is refused.
+    A view that depends on lengths draws for documents of 16 of the run's lengths, four times each. A view that depends
+    on tokens (`View.reads_tokens`) draws for the run's own documents until one is changed, mostly one of the first few;
+    it is refused after four draws for all of them.
 
     Args:
-        view: that is drawn in training.
+        view: drawn in training.
         lengths: tokens of each document, int64 [documents].
         n_layers: of the model.
         reads_last: whether the loss depends on what the last token of a document sees, which has no next token.
-        controls: whether views pass that are there to change nothing (`View.why_control`). It is told.
-        documents: gives token ids of all documents, int64 [tokens], and their lengths, int64 [documents], in parts.
+        controls: whether views that change nothing on purpose (`View.why_control`) pass, with a warning.
+        documents: gives token IDs of all documents, int64 [tokens], and their lengths, int64 [documents], in parts.
 
     Raises:
         ValueError: nothing changes.
@@ -49,7 +49,7 @@ def require_effect_on(
     if not view.perturbs:
         return
     alternatives = view.alternatives()
-    if len(alternatives) > 1:  # a few draws may all be of one view: each is looked at by itself
+    if len(alternatives) > 1:  # a few draws may all be of one view, so each is checked by itself
         for part in alternatives:
             require_effect_on(part, lengths, n_layers, reads_last=reads_last, controls=controls, documents=documents)
         return
@@ -61,19 +61,19 @@ def require_effect_on(
     look = documents if view.reads_tokens else partial(_of_lengths, distinct[view.can_change(distinct)])
     if any(_changes(view, part, step, n_layers, reads_last) for step in range(_DRAWS) for part in look()):
         return
-    where = "" if reads_last else ", but for the last token of a document, behind which nothing is predicted"
+    where = "" if reads_last else ", except for the last token of a document, after which nothing is predicted"
     size = f"{distinct[0]} tokens" if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]} tokens"
-    tokens = " No document has the tokens that it goes by where they would change one." if view.reads_tokens else ""
+    tokens = " No document has the view's tokens at a place where they would change it." if view.reads_tokens else ""
     conditions = "; ".join(view.conditions())
     raise ValueError(
-        f"view_args: {view!r} changes no distance between tokens in documents of {size}{where}: training would be that "
-        f"of view={TRUE_POSITIONS!r}.{tokens} {conditions and f'Of this view: {conditions}. '}Change view_args, or "
-        f"choose view={TRUE_POSITIONS!r}."
+        f"view_args: {view!r} changes no distance between tokens in documents of {size}{where}: training would be the "
+        f"same as with view={TRUE_POSITIONS!r}.{tokens} {conditions and f'Of this view: {conditions}. '}"
+        f"Change view_args, or choose view={TRUE_POSITIONS!r}."
     )
 
 
 def _of_lengths(lengths: torch.Tensor) -> Iterator[Part]:
-    """A document of each of some lengths: a view reaches the shortest, or the longest, or those in between."""
+    """A document of each of 16 lengths from the shortest to the longest, as a view may change only some of them."""
     tried = torch.linspace(0, len(lengths) - 1, min(_LENGTHS, len(lengths))).round().long()
     return ((None, length) for length in lengths[tried].split(1))
 

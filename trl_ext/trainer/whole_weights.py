@@ -1,4 +1,4 @@
-"""A model that TRL loads by name has all of its weights from its files: Transformers draws others at random."""
+"""Refuse a model given by name whose files lack weights: Transformers would draw them at random."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ _OF_CONFIG = ("revision", "subfolder", "token", "cache_dir", "local_files_only",
 
 
 class _Whole:
-    """In place of the class that TRL loads a model with: the same one, which also says what it did not find."""
+    """Stands in for the class that TRL loads a model with, and refuses a checkpoint that is not whole."""
 
     @staticmethod
     def from_pretrained(name: str, **options: Any) -> Any:
@@ -32,11 +32,10 @@ class _Whole:
 
 @contextmanager
 def loading_whole_weights(model: Any, args: "RopeSFTConfig") -> Iterator[None]:
-    """Inside, TRL refuses a model given by name whose weights are missing, misshapen or damaged.
+    """Make TRL refuse a model given by name whose weights are missing, misshapen or damaged.
 
-    Under ZeRO-3 ranks load parts, and Transformers' own warning is all there is. Who gives `ignore_mismatched_sizes`
-    or a class of their own (`architecture`) in `model_init_kwargs` gets what TRL makes of it. `args` is as before in
-    the end.
+    Not checked: ZeRO-3, whose ranks load parts, and `model_init_kwargs` with `ignore_mismatched_sizes` or a class of
+    the user's (`architecture`). `args` is restored at the end.
     """
     given = args.model_init_kwargs
     asked: Any = given or {}  # parsed from JSON by now

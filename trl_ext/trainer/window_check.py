@@ -1,4 +1,4 @@
-"""Whether the positions of a training run lie within the window of the model, told before it starts."""
+"""Check before training that its positions lie within the context window of the model."""
 
 import math
 from typing import Any
@@ -20,9 +20,9 @@ def check_window(model: Any, view: View, longest: int | None, *, tell: bool = Tr
 
     Args:
         model: patched; its window is `config.max_position_embeddings`.
-        view: that trains, the standard one if none does.
+        view: of the training.
         longest: tokens of the longest document of a row; None if it is not known.
-        tell: whether this process writes the lines that are told.
+        tell: whether this process logs warnings.
 
     Raises:
         ValueError: a view's `target`, or a document under a rescaling, lies beyond the window.
@@ -51,7 +51,8 @@ def check_window(model: Any, view: View, longest: int | None, *, tell: bool = Tr
         if tell:
             logger.warning(
                 f"documents of rows have up to {longest} tokens, beyond the model's window of {window}, and no "
-                f"rescaling is in force. {_remedy(None, window, longest)}, or lower max_length, unless this is meant."
+                f"rescaling is in force. {_remedy(None, window, longest)}, or lower max_length, unless this is "
+                "intended."
             )
     reach = view.reach(longest)
     if tell and view.perturbs and reach is not None and reach >= max(window, longest):

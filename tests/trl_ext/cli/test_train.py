@@ -101,7 +101,7 @@ def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
     assert cli.main(command) == 130  # whose folder has checkpoints of the run before
     assert "Stopped. No checkpoint was saved: the same command begins anew.\n" in capsys.readouterr().err
     assert cli.main(["train", "staged.yaml"]) == 130
-    assert "last checkpoint: the same command goes on in staged.\n" in capsys.readouterr().err
+    assert "last checkpoint: the same command resumes in staged.\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
             "--resume_from_checkpoint tuned/checkpoint-1",
             "Nothing was left to train: tuned/checkpoint-1 is of step 1, and the run ends at step 1.\n",
         ),
-        ("staged.yaml", "", "All that was begun in staged is done: nothing was left to do.\n"),
+        ("staged.yaml", "", "All stages in staged are finished: nothing was left to do.\n"),
     ],
     ids=["train", "stages"],
 )

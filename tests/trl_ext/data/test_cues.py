@@ -122,7 +122,7 @@ def test_messages_and_tokens_stay_whole():
     made, _ = append_cue(labelled, tokenizer(), cue=CUE, max_length=8)
     assert made[0] == {"input_ids": [7] * 5 + IDS, "labels": labels + IDS, "assistant_masks": [*masks, 1, 1, 1]}
     packed = Dataset.from_list([{"input_ids": [7] * 5, "seq_lengths": [2, 3]}])
-    with pytest.raises(ValueError, match="rows of several documents .seq_lengths., and each document ends with a cue"):
+    with pytest.raises(ValueError, match="packed rows .seq_lengths., and a cue ends each document"):
         append_cue(packed, tokenizer(), cue=CUE, max_length=8)
     with pytest.raises(ValueError, match="1 of 1 documents have more than 4 tokens, 7 less the cue; the longest has 5"):
         append_cue(rows, tokenizer(), cue=CUE, max_length=7)
@@ -313,7 +313,7 @@ def test_a_cue_and_a_formatting_func_are_refused_by_the_trainer(tmp_path):
     options = {"view": "endprompt", "view_args": {"target": 64}, "cue": CUE, "max_length": 32}
     args = RopeSFTConfig(tmp_path, long_documents="split", use_cpu=True, bf16=False, **options)
     texts = Dataset.from_dict(KINDS["text"])
-    with pytest.raises(ValueError, match="cue goes without formatting_func"):
+    with pytest.raises(ValueError, match="cue does not work with formatting_func"):
         RopeSFTTrainer(
             tiny(), args, train_dataset=texts, processing_class=tokenizer(), formatting_func=lambda row: row["text"]
         )

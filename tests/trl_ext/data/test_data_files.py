@@ -1,10 +1,7 @@
-"""What `datasets` cannot read is told with its line or column."""
+"""Errors for files that `datasets` cannot read name the line."""
 
 import lzma
-import re
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
@@ -34,16 +31,3 @@ def test_a_line_that_cannot_be_read_is_named(line, reason, folder):
     assert reason in found and found.endswith(", in line 4 of bad.jsonl.")
     (folder / "bad.jsonl.xz").write_bytes(lzma.compress((folder / "bad.jsonl").read_bytes()))
     assert told("json", ["bad.jsonl.xz"]).endswith(", in line 4 of bad.jsonl.xz.")
-
-
-@pytest.mark.parametrize("kind", ["parquet", "json"])
-def test_a_column_that_is_empty_in_the_first_file_is_named(kind, folder):
-    (folder / "empty.jsonl").write_text('{"text": "a", "meta": null}\n')
-    files = ["empty.jsonl", "whole.jsonl"]
-    if kind == "parquet":
-        files = ["empty.parquet", "whole.parquet"]
-        for file, value in zip(files, (None, "b"), strict=True):
-            pq.write_table(pa.table({"text": ["a"], "meta": [value]}), file)
-    found = told(kind, files)
-    assert re.search(rf"string to null: the column meta has no value in {files[0]}, .* Name a file first in", found)
-    assert len(load_dataset(kind, data_files=files[::-1], split="train", cache_dir="cache")) == 2, "which is the remedy"

@@ -62,7 +62,7 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, m
         monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("done again"))
     assert demo() == 0
     again = capsys.readouterr().out
-    assert again.startswith("All that was begun in out/extended is done."), "a finished demo tells its result again"
+    assert again.startswith("All stages in out/extended are finished."), "a finished demo tells its result again"
     assert again.splitlines()[-3:] == printed.splitlines()[-3:]
 
 
@@ -81,8 +81,8 @@ def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monk
         patch.setattr(training_module.ShortRowsTrainer, "training_step", stopping)
         assert demo() == 130
     errors = capsys.readouterr().err
-    kept = "What is done is kept, of training up to its last checkpoint"
-    assert errors.endswith(f"\nStopped. {kept}: the same command goes on in out.\n")
+    kept = "Finished work is kept, of training up to its last checkpoint"
+    assert errors.endswith(f"\nStopped. {kept}: the same command resumes in out.\n")
     assert "Traceback" not in errors
     assert demo() == 0
     printed = capsys.readouterr().out

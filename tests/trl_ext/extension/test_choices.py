@@ -155,7 +155,7 @@ def test_every_choice_names_an_option_that_there_is():
     names = {f"--{name.replace('_', '-')}" for name in ExtendOptions.__dataclass_fields__}
     for choice in choose(facts(), options(), CPU).all:
         assert set(choice.flag.split(", ")) <= names
-        assert choice.reason.endswith(".") and choice.said
+        assert choice.reason.endswith(".") and choice.text
 
 
 def test_an_option_wins():
@@ -175,7 +175,7 @@ def test_prompts_are_said_as_they_are_asked():
         found = choose(facts(), options(prompts=wanted), gpu(140))
         plan = eval_plan(facts(), 65536, found, 0)
         assert found.evaluation.value["prompts"] == plan.trials * len(plan.depths) == asked
-        assert f" {asked} questions each" in found.evaluation.said
+        assert f" {asked} questions each" in found.evaluation.text
         assert (f"{wanted} prompts are made {asked}," in found.evaluation.reason) == (wanted == 15)
 
 
@@ -198,7 +198,7 @@ def test_a_rank_without_adapters_is_told():
     assert unused not in choose(facts(), options(), gpu(140)).weights.reason
     for rank, said in ((None, 64), (3, 3)):
         found = choose(facts(shape=LLAMA), options(lora_rank=rank), gpu(90)).weights
-        assert found.value["lora_rank"] == said and f"of rank {said}" in found.said and unused not in found.reason
+        assert found.value["lora_rank"] == said and f"of rank {said}" in found.text and unused not in found.reason
     assert options().recorded() == options(lora_rank=64).recorded()
 
 

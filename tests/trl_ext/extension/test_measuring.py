@@ -54,7 +54,7 @@ def test_few_answers_count_neither_way():
     assert said == [
         "Won:  nothing that is beyond chance.",
         "Lost: nothing that is beyond chance.",
-        "Prompts of each length: 1. Answers count as won or lost from 6 on: --prompts asks more.",
+        "Prompts of each length: 1. Changes of answers are judged from 6 prompts on: --prompts sets the number.",
     ]
 
 

@@ -23,12 +23,12 @@ def test_every_tenth_document_is_held_out(tmp_path):
     documents = [f"{k} " * 300 for k in range(20)]
     found = read(tmp_path, documents)
     assert set(found.held_out) == {documents[0], documents[10]} and len(found.train) == 18
-    assert not set(found.held_out) & set(found.train) and "every 10th document" in found.said
+    assert not set(found.held_out) & set(found.train) and "every 10th document" in found.source
 
 
 def test_one_document_is_trained_on_and_pythons_sources_are_measured_on(tmp_path):
     found = read(tmp_path, ["word " * 300])
-    assert found.train == ["word " * 300] and "Python's standard library" in found.said
+    assert found.train == ["word " * 300] and "Python's standard library" in found.source
 
 
 def test_sources_of_python_that_are_trained_on_are_not_measured_on(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_the_end_of_the_only_document_is_held_out_where_it_is_long_enough(tmp_pa
     document = " ".join(map(str, range(4000)))
     found = read(tmp_path, [document])
     assert found.train[0] + found.held_out[0] == document and 9 < len(document) / len(found.held_out[0]) < 11
-    assert found.said == "the last tenth of --data, which is not trained on"
+    assert found.source == "the last tenth of --data, which is not trained on"
 
 
 @pytest.mark.parametrize("is_named", [False, True])
@@ -64,7 +64,7 @@ def test_few_long_documents_are_cut_into_parts_for_several_rows(n_documents, n_p
         found = read(tmp_path, documents, n_rows=4)
         held = documents[::10] if n_documents > 1 else [documents[0][-4800:]]
     assert len(found.held_out) == max(n_parts, 4) and sorted("".join(found.held_out)) == sorted("".join(held))
-    assert found.said.endswith(f", cut into {n_parts} parts") == (n_parts > 1) and "Python" not in found.said
+    assert found.source.endswith(f", cut into {n_parts} parts") == (n_parts > 1) and "Python" not in found.source
 
 
 @pytest.mark.parametrize("is_named", [False, True])
@@ -77,7 +77,7 @@ def test_a_long_document_beside_short_ones_is_cut_for_all_rows(is_named, tmp_pat
         found = read(tmp_path, [trained], n_rows=4, held_out=held_out)
     else:  # the first and the eleventh are measured on
         found = read(tmp_path, [long, *[f"{k} {trained}" for k in range(9)], short], n_rows=4)
-    assert found.said.endswith(", cut into 8 parts") and "Python" not in found.said
+    assert found.source.endswith(", cut into 8 parts") and "Python" not in found.source
     assert sorted("".join(found.held_out)) == sorted(long + short)
     assert [len(text) >= 500 for text in found.held_out] == [True] * 4 + [False] * 4
 
@@ -95,7 +95,7 @@ def test_copies_of_what_is_measured_on_are_not_trained_on(tmp_path):
     found = read(tmp_path, [*documents, documents[0], documents[1], documents[10]])
     assert set(found.held_out) == {documents[0], documents[10]}
     assert found.train == [*documents[1:10], documents[1]]
-    assert found.said == "every 10th document of --data with its 2 copies, which is not trained on"
+    assert found.source == "every 10th document of --data with its 2 copies, which is not trained on"
 
 
 def test_what_is_measured_on_must_not_be_trained_on(tmp_path):

@@ -10,7 +10,6 @@ from support.tiny import gemma3, tiny
 from support.training import WAYS, documents, logged, trainer
 
 from rope_patch import patch_model
-from trl_ext import RopeSFTConfig
 from trl_ext.data.long_documents import cut_ids
 
 PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
@@ -146,14 +145,6 @@ def test_an_evaluation_without_any_label_has_the_kl_alone_or_nothing(weight, tmp
         assert metrics["test_loss"] == metrics["test_kl"] > 0
     else:
         assert math.isnan(metrics["test_loss"])
-
-
-def test_what_a_teacher_alone_uses_is_refused_without_one(tmp_path):
-    objective_args = {"weight": 0.0, "clm_weight": 1.0}
-    with pytest.raises(ValueError, match="teacher_offload needs a teacher"):
-        RopeSFTConfig(
-            output_dir=str(tmp_path), objective_args=objective_args, teacher_offload=True, use_cpu=True, **NATIVE
-        )
 
 
 @pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "copy"])

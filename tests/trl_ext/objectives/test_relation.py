@@ -198,7 +198,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
 @pytest.mark.parametrize("options", [{"rope": "pre"}, {"q": 0.0, "k": 0.0}, {"q": 0.0, "rope": "pre"}])
 def test_relations_that_are_alike_from_the_start_are_no_target(options, tmp_path):
     config = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **RELATION}
-    with pytest.raises(ValueError, match="the first layer without RoPE is alike in teacher and student"):
+    with pytest.raises(ValueError, match="teacher and student have the same first layer without RoPE"):
         RopeSFTConfig(objective_args={"layers": [0], **options, "logit_kl": {"weight": 0.0, "last": 5}}, **config)
     RopeSFTConfig(objective_args={"layers": [0], **options, "logit_kl": {"weight": 0.5, "last": 5}}, **config)
     for other in ({"layers": [0, 1]}, {"layers": [0], "attention": 1.0}):

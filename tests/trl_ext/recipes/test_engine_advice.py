@@ -70,7 +70,7 @@ def test_a_plan_follows_the_recipe_and_the_host(tmp_path, monkeypatch):
     monkeypatch.setattr(
         engine_advice_module, "plan_memory", lambda *rest: hosts.append((rest[-1], rest[-2].row)) or real(*rest)
     )
-    engine_needs(tiny(), settings(tmp_path), 8, torch.device("cpu"), of_row=4)
+    engine_needs(tiny(), settings(tmp_path), 8, torch.device("cpu"), gpus_per_row=4)
     assert hosts == [(100, 1)] * 3 + [(100, 4)]
 
 

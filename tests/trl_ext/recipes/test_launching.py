@@ -158,7 +158,7 @@ def test_a_file_of_which_accelerate_starts_one_process_is_refused(tmp_path, kind
     file = tmp_path / "cpus.yaml"
     file.write_text(f"distributed_type: {kind!r}\n")
     with pytest.raises(
-        ValueError, match=f"{kind}, of which accelerate starts one process and not 2. On CPUs: torchrun"
+        ValueError, match=f"{kind}, for which accelerate starts one process and not 2. On CPUs: torchrun"
     ):
         Launch(str(file), n_processes=2).settings()
     assert Launch(str(file), n_processes=1).settings()["num_processes"] == 1

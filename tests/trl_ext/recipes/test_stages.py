@@ -158,7 +158,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_result(weights, fold
         return stop() if len(calls) in stop_at else step(self, *args, **kwargs)
 
     def stopped(**options):
-        with pytest.raises(KeyboardInterrupt, match="the same command goes on in .*parts."):
+        with pytest.raises(KeyboardInterrupt, match="the same command resumes in .*parts."):
             train_recipe(recipe(folder, "parts", weights, **options))
 
     monkeypatch.setattr(module.RopeSFTTrainer, "training_step", stopping)
@@ -215,7 +215,7 @@ def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
         train_recipe(recipe(done, stages=[DISTIL]))
     books.write_bytes(before)
     model.write_text(model.read_text() + "\n")
-    with pytest.raises(ValueError, match="the model in .*tiny is another .* config.json changed. .* output_dir"):
+    with pytest.raises(ValueError, match="the model in .*tiny is not the one .* config.json changed. .* output_dir"):
         train_recipe(recipe(done, stages=[DISTIL]))
     with pytest.raises(ValueError, match="model is there already, and this recipe would export to it"):
         train_recipe(recipe(done, stages=[{**DISTIL, "name": "new"}]))
@@ -260,7 +260,7 @@ def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
         (
             {"stages": [DISTIL, {**EXTEND, "objective": "native-distill"}]},
             "qkv",
-            "extend: objective 'native-distill' lea",
+            "extend: the teacher of objective 'native-distill'",
         ),
         (
             {
@@ -275,14 +275,14 @@ def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
                 ]
             },
             "qkv",
-            "which would teach in its place: set use_peft: true",
+            "which would teach instead: set use_peft: true",
         ),
         (
             {"stages": [DISTIL, {**EXTEND, "objective": "native-distill"}]},
             "lora",
             "extend: max_length must be within the",
         ),
-        ({"stages": [{**DISTIL, "max_length": WINDOW + 1}]}, "qkv", "distil: .* window of 64 positions .* got 65"),
+        ({"stages": [{**DISTIL, "max_length": WINDOW + 1}]}, "qkv", "distil: .* window of 64 positions, .* got 65"),
     ],
 )
 def test_what_would_go_wrong_is_refused_before_a_model_is_loaded(options, weights, message, folder, monkeypatch):

@@ -69,6 +69,6 @@ def test_the_hub_is_not_asked_for_what_can_be_no_id_there(name, tmp_path, monkey
     with pytest.raises(ValueError) as error:
         require_checkpoint(name, "--model")
     assert str(error.value) == (
-        f"--model: there is no folder {name}, and a hub id has the form OWNER/NAME. Check the name and the folder that "
-        "you are in."
+        f"--model: there is no folder {name}, and a hub id has the form OWNER/NAME. Check the name and the current "
+        "folder."
     )

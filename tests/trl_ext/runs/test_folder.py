@@ -46,21 +46,6 @@ def test_a_file_of_a_run_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert json.loads(file.read_text()) == {"step": "three"}
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_settings_are_recorded_whole_or_not_at_all(links, tmp_path, monkeypatch):
-    file = tmp_path / "new" / "run.json"
-    if not links:
-        monkeypatch.setattr(os, "link", full)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "link", full)
-        patch.setattr(os, "replace", full)
-        with pytest.raises(OSError, match="No space left"):
-            record_settings(file, {"seed": 0}, "--output")
-    assert os.listdir(file.parent) == []
-    record_settings(file, {"seed": 0}, "--output")
-    assert json.loads(file.read_text()) == {"seed": 0} and os.listdir(file.parent) == ["run.json"]
-
-
 def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path):
     """Its record stays the one that it holds: the other's in its place would be another file to hold."""
     file = tmp_path / "run.json"

@@ -341,14 +341,7 @@ def test_the_view_of_one_trainer_is_not_that_of_the_next(tmp_path):
         ({"view": "skip", "view_args": "[1]"}, "view_args must be a dict, or a JSON object"),
         ({"max_length": "512"}, "max_length must be an integer of at least 2 tokens, or None, got '512'"),
         ({"max_length": float("nan")}, "max_length must be an integer of at least 2 tokens, or None, got nan"),
-        ({"view": "skip", "view_seed": "1"}, "view_seed must be an integer, or None, got '1'"),
-        ({"view": "skip", "view_seed": True}, "view_seed must be an integer, or None, got True"),
-        ({"view_seed": 7}, "view_seed needs view, the name of the view, or a cue; got 7."),
         ({"chat_template_path": "mine.jinja"}, "chat_template_path must be a file .* got mine.jinja, and there is no"),
-        (
-            {"objective": "native-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}, "teacher_offload": "no"},
-            "teacher_offload must be True or False, got 'no'",
-        ),
         (
             {"view": "endprompt", "view_args": {"target": 64}, "max_length": 32, "cue": True},
             "cue must be a name or a text, or a list of them, got True",

@@ -1,7 +1,6 @@
 """shifted_attention in the trainer: groups in training alone, however a step is batched, with LongLoRA's adapters."""
 
 import pytest
-from datasets import Dataset
 from peft import LoraConfig
 from support.training import WAYS, documents, logged, trainer
 
@@ -48,12 +47,3 @@ def test_longlora_trains_adapters_norms_and_embeddings(tmp_path):
     run.train()
     losses = [entry["loss"] for entry in logged(run, "loss")]
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
-
-
-def test_documents_within_one_group_of_each_half_of_the_heads_are_refused(tmp_path):
-    """Groups of 64 tokens, whose shifted ones begin with 32."""
-    options = {"max_length": 256, "shifted_attention": 0.25}
-    short, longer = (Dataset.from_list([{"input_ids": [5] * n}] * 4) for n in (32, 33))
-    with pytest.raises(ValueError, match="are groups of 64 tokens, and the longest of all documents has 32: each lies"):
-        trainer(tmp_path, train_dataset=short, **options)
-    trainer(tmp_path, train_dataset=longer, **options)

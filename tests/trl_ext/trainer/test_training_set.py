@@ -138,7 +138,7 @@ def test_a_completion_behind_max_length_is_told(caplog):
         made = rows_of(data, max_length=8, template="$A", long_documents=way)
         assert made["input_ids"] == [[6, 7, 9, EOS]]
         assert "1 document of 14 tokens whose completion lies behind max_length" in caplog.text
-    with pytest.raises(ValueError, match="max_length=8 truncates all that could be predicted in train_dataset"):
+    with pytest.raises(ValueError, match="max_length=8 truncates every token to predict in train_dataset"):
         rows_of(data.select([0]), max_length=8)
 
 
@@ -155,7 +155,7 @@ EMPTY = {
 def test_a_dataset_with_nothing_to_predict_is_refused(kind, packing, template):
     data = Dataset.from_dict(EMPTY[kind])
     for dataset in (data, data.to_iterable_dataset()):
-        with pytest.raises(ValueError, match="train_dataset must have a document of at least two tokens, of which one"):
+        with pytest.raises(ValueError, match="train_dataset must have a document of at least two tokens with a label"):
             rows_of(dataset, packing=packing, template=template, max_length=8)
 
 

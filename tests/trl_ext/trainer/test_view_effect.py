@@ -99,7 +99,7 @@ def test_a_view_with_an_effect_passes(case):
 @pytest.mark.parametrize("case", NOTHING_BY_TOKENS)
 def test_a_view_whose_tokens_are_nowhere_is_refused(case, packed):
     view, documents, reads_last = NOTHING_BY_TOKENS[case]
-    with pytest.raises(ValueError, match="No document has the tokens that it goes by"):
+    with pytest.raises(ValueError, match="No document has the view's tokens"):
         check(view, rows_of(documents, packed), reads_last)
 
 
