@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..base.call_stack import frames
-from ..forward.config_agrees import require_saved_rope
+from ..forward.config_checks import require_saved_rope
 from ..forward.state import RopeState, state_of
 from ..rope.rotary import find_causal_lm, find_decoder
 from .loads import require_rope_of_loads

@@ -28,7 +28,7 @@ def whole_file(file: Path) -> Iterator[Path]:
     """
     beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
-        with told_of_full_disk(file):
+        with disk_full_errors(file):
             yield beside
         os.replace(beside, file)
     finally:
@@ -36,7 +36,7 @@ def whole_file(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def told_of_full_disk(
+def disk_full_errors(
     folder: Path, what_to_do: Callable[[], str] = lambda: "Free some space, and run the same again."
 ) -> Iterator[None]:
     """Say of what cannot be written in the block where it belongs, how much is free there, and what to do.

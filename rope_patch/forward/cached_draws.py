@@ -11,15 +11,15 @@ import torch
 
 from ..views.base import View
 from .cache_arguments import tokens_in
-from .drawn_view import BoundTable, BoundView
+from .drawn_view import DrawnView, IndexTable
 
 _DRAWS = "_rope_patch_draws"
 _IN_VIEW = "_rope_patch_in_view"  # whether a forward that continues the cache under its view is on its way
 
 
-def draws_of(cache: Any) -> BoundView | BoundTable | None:
+def draws_of(cache: Any) -> DrawnView | IndexTable | None:
     """The indices that filled a cache, None for true positions or no cache."""
-    draws: BoundView | BoundTable | None = getattr(cache, _DRAWS, None)
+    draws: DrawnView | IndexTable | None = getattr(cache, _DRAWS, None)
     return draws
 
 
@@ -43,11 +43,11 @@ def forget_draws(cache: Any) -> None:
     setattr(cache, _DRAWS, None)
 
 
-def _require_true_positions(draws: BoundView | BoundTable) -> None:
+def _require_true_positions(draws: DrawnView | IndexTable) -> None:
     """Raise if a cache that `draws` have filled holds keys at other indices than their positions."""
-    if isinstance(draws, BoundTable):
+    if isinstance(draws, IndexTable):
         raise ValueError(why_other_indices("explicit indices (rope_view(index=...))", "none are"))
-    if isinstance(draws, BoundView) and draws.view.perturbs:
+    if isinstance(draws, DrawnView) and draws.view.perturbs:
         raise ValueError(why_other_view(draws.view, "no view is"))
 
 
@@ -94,7 +94,7 @@ class _OtherRows(_CacheMethod):
         self.original(*args, **kwargs)
         cache: Any = self.cache()
         draws = getattr(cache, _DRAWS)
-        if not isinstance(draws, BoundView):
+        if not isinstance(draws, DrawnView):
             return  # forgotten, or a table, which the block holds for all rows
         (rows,) = (*args, *kwargs.values())
         if isinstance(rows, int):
@@ -120,9 +120,9 @@ class _UnderView(_CacheMethod):
         return self.original(*args, **kwargs)
 
 
-def keep_draws(cache: Any, bound: BoundView | BoundTable) -> None:
+def keep_draws(cache: Any, drawn: DrawnView | IndexTable) -> None:
     """Leave the draws on the cache that they have filled: other forwards may come before it is continued."""
-    setattr(cache, _DRAWS, bound)
+    setattr(cache, _DRAWS, drawn)
     setattr(cache, _IN_VIEW, False)
     cache.update = _UnderView(cache, "update")
     for method in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):

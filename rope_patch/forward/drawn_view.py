@@ -25,7 +25,7 @@ class Batch:
     compresses: bool = False  # rotary modules are asked for other positions than those of the tokens
 
 
-class BoundIndex(Protocol):
+class ForwardIndex(Protocol):
     """The RoPE indices of one forward."""
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class BoundIndex(Protocol):
 
 
 @dataclass(eq=False)  # not frozen: Dynamo before torch 2.13 loses the fields of frozen ones made while tracing
-class BoundView:
+class DrawnView:
     """A view with its draws: a function of the true positions, elementwise."""
 
     view: View
@@ -42,14 +42,14 @@ class BoundView:
     parameters: Parameters
     continues: bool = False  # a cache that holds these draws
 
-    def rows(self, order: torch.Tensor) -> "BoundView":
+    def rows(self, order: torch.Tensor) -> "DrawnView":
         """The same for other rows: row i is what row order[i] was."""
         n_rows = len(self.documents.start)
         taken = {
             name: p.index_select(p.ndim - 2, order.to(p.device)) if p.ndim >= 2 and p.shape[-2] == n_rows else p
             for name, p in self.parameters.items()
         }
-        return BoundView(self.view, self.documents.rows(order), taken)
+        return DrawnView(self.view, self.documents.rows(order), taken)
 
     def total(self, name: str) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Sum in float64, and number, of what was drawn of a parameter: each document counts once.
@@ -77,10 +77,10 @@ class BoundView:
         ]
         return torch.stack(firsts).amin(0)
 
-    def by_layer(self, n_layers: int) -> "list[tuple[list[int], BoundView]]":
+    def by_layer(self, n_layers: int) -> "list[tuple[list[int], DrawnView]]":
         """Groups of layers that share positions."""
         groups = self.view.layer_groups(n_layers, self.parameters)
-        return [(layers, BoundView(view, self.documents, parameters)) for layers, view, parameters in groups if layers]
+        return [(layers, DrawnView(view, self.documents, parameters)) for layers, view, parameters in groups if layers]
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Start + r(position - start) for each document; padding gets some index, which nothing attends to."""
@@ -89,7 +89,7 @@ class BoundView:
             return self._by_row()(position_ids)
         return start + self.view.rope_index(position_ids - start, self.parameters)
 
-    def _by_row(self) -> "BoundView":
+    def _by_row(self) -> "DrawnView":
         """The same, said once a row instead of once a token, for positions of other things than the tokens."""
         drawn = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
         if not all(bool((x == x[..., -1:]).all()) for x in (self.documents.ordinal, *drawn.values())):
@@ -99,11 +99,11 @@ class BoundView:
                 "(position_ids that begin anew) out."
             )
         rows = {name: p[..., -1:] for name, p in drawn.items()}
-        return BoundView(self.view, self.documents.last_column(), {**self.parameters, **rows}, self.continues)
+        return DrawnView(self.view, self.documents.last_column(), {**self.parameters, **rows}, self.continues)
 
 
 @dataclass(eq=False)
-class BoundTable:
+class IndexTable:
     """Explicit indices for the tokens of this forward, [batch, seq_len]; `table` has those of earlier ones too.
 
     Compressed keys, as of DeepSeek-V4, stand for windows of tokens and ask at the place of a window's first token,

@@ -16,11 +16,11 @@ from ..base.call_stack import frames
 from ..families.capabilities import why_no_checkpointing
 from ..layout.documents import real_tokens_of
 from ..rope.layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
-from ..rope.rotary import parameter_names, picks_by_row, rope_types
+from ..rope.rotary import depends_on_length, parameter_names, rope_types
 from ..views.base import TRUE_POSITIONS
 from .cache_arguments import cache_of, has_paged_cache, returned_cache, tokens_in
 from .cached_draws import forget_draws
-from .drawn_view import Batch, BoundIndex, BoundView
+from .drawn_view import Batch, DrawnView, ForwardIndex
 from .sources import ViewSource
 from .state import RopeState
 from .trainers import is_generating
@@ -53,7 +53,7 @@ class DecoderEntry:
         if (
             not torch.compiler.is_compiling()
         ):  # a lock cannot be traced: compiled forwards of threads are not kept apart
-            self.state.turns.begin(decoder)
+            self.state.lock.acquire(decoder)
         # families and callers differ in what they give by place
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         cache = cache_of(call)
@@ -71,7 +71,7 @@ class DecoderEntry:
         if axes != 2 and isinstance(source, ViewSource) and not source.view.perturbs:
             source = None  # which is the same, and reads no documents out of positions of another shape
         if source is None:
-            self.state.bound = None
+            self.state.drawn = None
             if not training:
                 forget_draws(cache)
             return
@@ -156,7 +156,7 @@ class DecoderExit:
             self.state.leave(finished=output is not None, cache=cache)
         finally:
             if not torch.compiler.is_compiling():
-                self.state.turns.end()
+                self.state.lock.release()
 
 
 class RotaryEntry:
@@ -178,16 +178,16 @@ class RotaryEntry:
         # `.float()` after it hides that from their dtype
         if current.was_rounded_in(module) or current.was_replaced_in(module):
             current.write(module)
-        bound = self.state.bound
+        drawn = self.state.drawn
         self.by_layer = {}
-        if bound is None or _layer_type(args, kwargs) in self.state.local.types:
+        if drawn is None or _layer_type(args, kwargs) in self.state.local.types:
             self._by_whole_rows(module, args, kwargs)
             return None
-        view = bound.view if isinstance(bound, BoundView) else None
+        view = drawn.view if isinstance(drawn, DrawnView) else None
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         x = kwargs["x"] if "x" in kwargs else args[0]
         stays = self.state.local.layers if view is None or (view.perturbs and not view.names_layers) else ()
-        picks = any(picks_by_row(t) for t in rope_types(module))
+        picks = any(depends_on_length(t) for t in rope_types(module))
         # `forward`, as a call of the module would come by this hook again
         if picks and self.state.shard is not None:
             self._choose_by_whole_rows(module, args, kwargs)
@@ -196,29 +196,29 @@ class RotaryEntry:
             # these pick frequencies by the largest index: they saw the true ones, now hold on to the choice
             self._freeze(module)
         self.state.applied = True
-        if isinstance(bound, BoundView) and bound.view.rescales:
+        if isinstance(drawn, DrawnView) and drawn.view.rescales:
             self.frequencies = {name: getattr(module, name) for name in current.buffers}
             for name, inv_freq in self.frequencies.items():
-                module._buffers[name] = bound.view.frequencies(inv_freq, bound.parameters)
-        if isinstance(bound, BoundView) and bound.view.layerwise:
-            for layers, of_layers in bound.by_layer(module.config.num_hidden_layers):
+                module._buffers[name] = drawn.view.frequencies(inv_freq, drawn.parameters)
+        if isinstance(drawn, DrawnView) and drawn.view.layerwise:
+            for layers, of_layers in drawn.by_layer(module.config.num_hidden_layers):
                 embeddings = module.forward(x, self._index(of_layers, position_ids).to(x.device))
                 self.by_layer.update(dict.fromkeys(layers, embeddings))
-                bound = of_layers  # any will do for the call itself, whose output no layer takes
+                drawn = of_layers  # any will do for the call itself, whose output no layer takes
         self.by_layer.update(dict.fromkeys(stays, at_true_positions))
-        rope_index = self._index(bound, position_ids).to(x.device)
+        rope_index = self._index(drawn, position_ids).to(x.device)
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": rope_index}
         return (args[0], rope_index, *args[2:]), kwargs
 
-    def _index(self, bound: BoundIndex, position_ids: torch.Tensor) -> torch.Tensor:
+    def _index(self, drawn: ForwardIndex, position_ids: torch.Tensor) -> torch.Tensor:
         """RoPE indices of the tokens at hand, which may be a part of whole rows."""
         shard = self.state.shard
-        return bound(position_ids) if shard is None else shard.local(bound(shard.positions))
+        return drawn(position_ids) if shard is None else shard.local(drawn(shard.positions))
 
     def _by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let ranks that share a sequence take the same frequencies at true positions."""
-        if self.state.shard is not None and any(picks_by_row(t) for t in rope_types(module)):
+        if self.state.shard is not None and any(depends_on_length(t) for t in rope_types(module)):
             self._choose_by_whole_rows(module, args, kwargs)
 
     def _choose_by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from ..layout.documents import Documents, locate_documents
 from ..views.base import View
 from .cached_draws import draws_of, why_other_indices, why_other_view
 from .draw_clock import DrawClock
-from .drawn_view import Batch, BoundTable, BoundView
+from .drawn_view import Batch, DrawnView, IndexTable
 
 
 class ViewSource:
@@ -17,15 +17,15 @@ class ViewSource:
         require_integer("seed", seed)
         self.view = view
         self.clock = DrawClock(seed)
-        self.last: BoundView | None = None  # of the last forward that drew: for logging
+        self.last: DrawnView | None = None  # of the last forward that drew: for logging
         self.checked_length = 0  # of documents that the view is known to take, where a forward's may be shorter
         self.of_trainer = False  # put on for one run: the next trainer of the model does not keep it
 
-    def bind(self, batch: Batch) -> BoundView:
+    def bind(self, batch: Batch) -> DrawnView:
         """Draw for a forward; one that continues a cache keeps the draws that filled it."""
         last = draws_of(batch.cache)
         if batch.cached and last is not None:
-            if isinstance(last, BoundTable):
+            if isinstance(last, IndexTable):
                 raise ValueError(why_other_indices("explicit indices (rope_view(index=...))", f"{self.view!r} is"))
             return self._continued(last, batch)
         documents = locate_documents(
@@ -49,10 +49,10 @@ class ViewSource:
         key = self.clock.key_of(documents, batch.ids, t, batch.training)
         parameters = self.view.draw_for(batch.ids, t, documents, key)
         self.clock.tick()
-        self.last = BoundView(self.view, documents, parameters)
+        self.last = DrawnView(self.view, documents, parameters)
         return self.last
 
-    def _continued(self, last: BoundView, batch: Batch) -> BoundView:
+    def _continued(self, last: DrawnView, batch: Batch) -> DrawnView:
         rows = last.documents.start.shape[0]
         if last.view != self.view:
             raise ValueError(why_other_view(last.view, f"{self.view!r} is"))
@@ -64,7 +64,7 @@ class ViewSource:
         # what comes behind a row belongs to its last document: the draws of its last token, out of [batch, n], or
         # [n_layers, batch, n] where layers draw apart
         parameters = {n: p[..., -1:] if p.ndim >= 2 else p for n, p in last.parameters.items()}
-        return BoundView(last.view, last.documents.last_column(), parameters, continues=True)
+        return DrawnView(last.view, last.documents.last_column(), parameters, continues=True)
 
 
 class TableSource:
@@ -73,10 +73,10 @@ class TableSource:
     def __init__(self, index: torch.Tensor) -> None:
         self.index = index
 
-    def bind(self, batch: Batch) -> BoundTable:
+    def bind(self, batch: Batch) -> IndexTable:
         """The part of the table for the tokens of this forward: those after what the cache holds."""
         filled = draws_of(batch.cache)
-        if batch.cached and isinstance(filled, BoundView) and filled.view.perturbs:
+        if batch.cached and isinstance(filled, DrawnView) and filled.view.perturbs:
             raise ValueError(why_other_view(filled.view, "explicit indices are"))
         rows, tokens = self.index.shape
         end = batch.cached + batch.seq_len
@@ -88,7 +88,7 @@ class TableSource:
             )
         table = self.index.to(batch.device).expand(batch.rows, -1)
         part = table[:, batch.cached : end]
-        return BoundTable(part, table, _positions(batch) if batch.compresses else None, continues=bool(batch.cached))
+        return IndexTable(part, table, _positions(batch) if batch.compresses else None, continues=bool(batch.cached))
 
 
 def _current(attention_mask: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:

@@ -15,8 +15,8 @@ from ..families.local_layers import LocalLayers
 from ..layout.shards import SequenceShard
 from ..views.base import View
 from .cached_draws import keep_draws, set_in_view
-from .drawn_view import Batch, BoundIndex, BoundTable, BoundView
-from .forward_lock import Turns
+from .drawn_view import Batch, DrawnView, ForwardIndex, IndexTable
+from .forward_lock import ForwardLock
 from .open_views import OpenSources
 from .sources import TableSource, ViewSource
 
@@ -57,8 +57,8 @@ class RopeState:
         ended: the view of a training that is over, and when it was sampled: what adapters record from then on.
         leader: of a reference model, the decoder whose training it takes part in.
         overrides: sources of the `rope_view` blocks that are open, innermost last.
-        turns: of the threads that call the model.
-        bound: indices of the forward in flight.
+        lock: lets one thread at a time into a forward of the model.
+        drawn: indices of the forward in flight.
         applied: whether a rotary module has used them.
         layers_call_rotary: a rotary module sits inside a layer, so that checkpointing runs it again in backward.
         native_blocks: how many `native_rope` blocks are open.
@@ -80,8 +80,8 @@ class RopeState:
     ended: tuple[View, When] | None = None
     leader: "Leader | None" = None
     overrides: "OpenSources[ViewSource | TableSource]" = field(default_factory=OpenSources)
-    turns: Turns = field(default_factory=Turns)
-    bound: BoundIndex | None = None
+    lock: ForwardLock = field(default_factory=ForwardLock)
+    drawn: ForwardIndex | None = None
     applied: bool = False
     layers_call_rotary: bool = False
     native_blocks: int = 0
@@ -130,7 +130,7 @@ class RopeState:
         """Begin a forward of the decoder."""
         source = self.active(batch.training)
         self.applied = False
-        self.bound = None if source is None else source.bind(batch)
+        self.drawn = None if source is None else source.bind(batch)
         if batch.cached:
             set_in_view(batch.cache, True)
 
@@ -141,12 +141,12 @@ class RopeState:
             finished: whether it returned.
             cache: that a forward in inference returned, if any.
         """
-        bound, self.bound = self.bound, None
+        drawn, self.drawn = self.drawn, None
         if cache is not None:
             set_in_view(cache, False)
-        if cache is not None and isinstance(bound, BoundView | BoundTable) and not bound.continues:
-            keep_draws(cache, bound)
-        if finished and bound is not None and not self.applied:
+        if cache is not None and isinstance(drawn, DrawnView | IndexTable) and not drawn.continues:
+            keep_draws(cache, drawn)
+        if finished and drawn is not None and not self.applied:
             raise RuntimeError(
                 "A RoPE view was in force but the model called none of its rotary modules in this forward, so it had "
                 "no effect. Either its config switches RoPE off or this model computes positions elsewhere."

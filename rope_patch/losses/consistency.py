@@ -216,7 +216,7 @@ def consistency_loss(
         **options: of `rope_kernels.linear_ce_kl`.
     """
     if short.kl is not None or consistency.kl_top is not None:
-        rows = _chosen(causal_lm, consistency, rows, standard, view, teacher, short.kl, training)
+        rows = _reweighted(causal_lm, consistency, rows, standard, view, teacher, short.kl, training)
     n_rows, kl_weight = len(rows.queries), rows.kl_weight
     labels = rows.labels if earlier is None else torch.full_like(rows.labels, IGNORE_INDEX)
     ce_weight = torch.full_like(kl_weight, 1 / ce_divisor)
@@ -244,7 +244,7 @@ def consistency_loss(
 
 
 @torch.no_grad()
-def _chosen(
+def _reweighted(
     causal_lm: Any,
     consistency: ViewConsistency,
     rows: ComparedRows,

@@ -15,7 +15,7 @@ from ..base.validators import require_number
 from ..families.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window
 from ..layout.labelled import Labelled
 from .forward_loss import Arguments, DecoderCall
-from .passes import PairedStates, Pairing, Passes, ViewTape
+from .passes import PairedStates, Pairing, Passes, ViewRequest
 
 Kind = Literal["dropout", "attention_noise"]
 
@@ -79,19 +79,19 @@ class NoisyPasses(Passes):
         self.evaluation_seed = 0
         self._dropping = False
 
-    def pair(self, call: DecoderCall, tape: ViewTape) -> Pairing:
+    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
         # in training the first pass drops too; its loss in evaluation is the plain one
         self._dropping = self.decoder.training
         standard = call.run_before().last_hidden_state
         self._dropping = True
         if self.control.kind == "attention_noise":
             if attention_kernel(self.causal_lm) == "flex":
-                tape.attention = _NoisyFlexAttention(self.control.strength)
+                request.attention = _NoisyFlexAttention(self.control.strength)
             else:
-                tape.attention = _NoisyAttention(tape.labelled, self.decoder.config, self.control.strength)
+                request.attention = _NoisyAttention(request.labelled, self.decoder.config, self.control.strength)
         output = yield None
-        first = torch.zeros_like(tape.labelled.documents.length)
-        return PairedStates(standard, output.last_hidden_state, first, tape.labelled)
+        first = torch.zeros_like(request.labelled.documents.length)
+        return PairedStates(standard, output.last_hidden_state, first, request.labelled)
 
     def standard(self, call: DecoderCall) -> Generator[Arguments | None, Any, torch.Tensor]:
         self._dropping = self.decoder.training

@@ -14,7 +14,7 @@ from ..families.capabilities import why_no_losses
 from ..layout.labelled import Labelled
 from .consistency import Direction
 from .distiller import Distiller
-from .forward_loss import DecoderCall, Steps, Tape, require
+from .forward_loss import AroundDecoder, DecoderCall, LossRequest, require
 from .heads import head_losses
 from .teacher import CopiedTeacher, SharedTeacher
 
@@ -68,7 +68,7 @@ class NativeTargets:
         return bool(self.clm_weight or self.text_weight)
 
 
-class NativeTape(Tape):
+class NativeRequest(LossRequest):
     """A batch with its labels goes in; the loss and metrics of the student come back.
 
     Args:
@@ -135,42 +135,42 @@ class NativeDistiller(Distiller):
         if self.teacher is not None:
             self.require_taught_length("the teacher, the model as it was pretrained,", length)
 
-    def _steps(self, tape: NativeTape, call: DecoderCall) -> Steps:
-        taught = None if self.teacher is None else self._taught(tape, call)
+    def _around_decoder(self, request: NativeRequest, call: DecoderCall) -> AroundDecoder:
+        taught = None if self.teacher is None else self._taught(request, call)
         output = yield None
-        hidden = tape.labelled.states(output.last_hidden_state, tape.queries)
-        labels, ce_weight = self._asked(tape)
+        hidden = request.labelled.states(output.last_hidden_state, request.queries)
+        labels, ce_weight = self._asked(request)
         if taught is None:
-            tape.loss, tape.rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
+            request.loss, request.rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
             return
-        kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.n_tokens)
+        kl_weight = torch.full_like(ce_weight, self.targets.weight / request.n_tokens)
         teacher = self.teacher.head, taught.to(hidden.device)
         del taught
         options: dict[str, Any] = {"direction": self.targets.direction, "temperature": self.targets.temperature}
         if self.targets.temperature == 1:
-            tape.loss, tape.rows = head_losses(
+            request.loss, request.rows = head_losses(
                 self.causal_lm, hidden, hidden, labels, ce_weight, kl_weight, teacher, **options
             )
             return
         ce, rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
         none = torch.full_like(labels, IGNORE_INDEX)
         kl, of_kl = head_losses(self.causal_lm, hidden, hidden, none, ce_weight, kl_weight, teacher, **options)
-        tape.loss, tape.rows = ce + kl, replace(rows, kl=of_kl.kl)
+        request.loss, request.rows = ce + kl, replace(rows, kl=of_kl.kl)
 
-    def _taught(self, tape: NativeTape, call: DecoderCall) -> torch.Tensor:
+    def _taught(self, request: NativeRequest, call: DecoderCall) -> torch.Tensor:
         """Last hidden states of the teacher at the queries, where they wait for the student's."""
-        self.check_length(int(tape.labelled.documents.length.max()))
-        states = tape.labelled.states(self._ask_teacher(tape, call).last_hidden_state, tape.queries)
+        self.check_length(int(request.labelled.documents.length.max()))
+        states = request.labelled.states(self._ask_teacher(request, call).last_hidden_state, request.queries)
         return states.to("cpu") if self.offload else states
 
-    def _asked(self, tape: NativeTape) -> tuple[torch.Tensor, torch.Tensor]:
+    def _asked(self, request: NativeRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """What each query is to predict, -100 for nothing, and the weight of its cross-entropy, both [N]."""
-        labels, has_label = tape.labels, tape.has_label
-        weight = has_label * (self.targets.clm_weight / tape.n_labels)
+        labels, has_label = request.labels, request.has_label
+        weight = has_label * (self.targets.clm_weight / request.n_labels)
         if self.reads_text:
-            next_token = tape.labelled.next_token.flatten()[tape.queries]
+            next_token = request.labelled.next_token.flatten()[request.queries]
             labels = torch.where(has_label, labels, next_token)
-            weight = weight + (next_token != IGNORE_INDEX) * (self.targets.text_weight / tape.n_next)
+            weight = weight + (next_token != IGNORE_INDEX) * (self.targets.text_weight / request.n_next)
         elif not self.reads_labels:
             labels = torch.full_like(labels, IGNORE_INDEX)
         return labels, weight.float()

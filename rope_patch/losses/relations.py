@@ -17,7 +17,7 @@ from ..families.attention_calls import AttentionCall
 from ..families.capabilities import why_no_losses, why_no_relations
 from ..rope.rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
-from .forward_loss import TAPE, DecoderCall, Steps, Tape, require
+from .forward_loss import REQUEST, AroundDecoder, DecoderCall, LossRequest, require
 from .heads import head_kl
 from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
@@ -42,7 +42,7 @@ class LogitKL:
         require_number("temperature", self.temperature)
         require_integer("last", self.last, least=1)
 
-    def chosen(self, document: torch.Tensor) -> torch.Tensor:
+    def last_tokens(self, document: torch.Tensor) -> torch.Tensor:
         """Which tokens count, bool [batch, n], from the document of each, int64 [batch, n], -1 on padding."""
         valid = document >= 0
         in_row = valid.flip(1).cumsum(1).flip(1)  # real tokens of the row from each one on
@@ -54,7 +54,7 @@ class LogitKL:
         return valid & (in_row - at_end[place].view_as(in_row) < self.last)
 
 
-class RelationTape(Tape):
+class RelationRequest(LossRequest):
     """The teacher's queries, keys and values of each layer, and the losses that the student's layers write.
 
     The loss of a layer is computed inside the layer, where a checkpoint's recompute repeats it: queries, keys and
@@ -180,7 +180,7 @@ class RelationTape(Tape):
         """Mean over layers of the sums of one target: divided by tokens, it is its part of the loss."""
         if not self.sums:
             raise RuntimeError(
-                "no attention call saw the relation tape: this family does not pass keyword arguments on to its "
+                "no attention call saw the relation request: this family does not pass keyword arguments on to its "
                 "attention, so relations cannot be distilled."
             )
         place = list(self.targets.weights).index(name)
@@ -235,10 +235,10 @@ class RelationDistiller(Distiller):
         if targets.layers is not None and max(targets.layers) >= n_layers:
             raise ValueError(f"layers must be below {n_layers}, the layers of this model, got {targets.layers}.")
         self._student_factor = self._attention_factor() if targets.strip_attention_factor else 1.0
-        self._in_flight: RelationTape | None = None
+        self._in_flight: RelationRequest | None = None
 
-    def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> RelationTape:
-        return RelationTape(valid, document, self.targets, self._student_factor, self.offload)
+    def _new_request(self, valid: torch.Tensor, document: torch.Tensor) -> RelationRequest:
+        return RelationRequest(valid, document, self.targets, self._student_factor, self.offload)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -253,20 +253,20 @@ class RelationDistiller(Distiller):
                         stack.callback(handle.remove)
             yield
 
-    def _steps(self, tape: RelationTape, call: DecoderCall) -> Steps:
-        tape.with_gradient = torch.is_grad_enabled()
-        taught = self._ask_teacher(tape, call).last_hidden_state
+    def _around_decoder(self, request: RelationRequest, call: DecoderCall) -> AroundDecoder:
+        request.with_gradient = torch.is_grad_enabled()
+        taught = self._ask_teacher(request, call).last_hidden_state
         if self.logit_kl is None:
             del taught  # or this generator would hold the states as long as the student's forward runs
             yield None  # the layers compute their losses
             return
-        chosen = self.logit_kl.chosen(tape.document)
-        if tape.shard is not None:
-            chosen = tape.shard.local(chosen)
+        chosen = self.logit_kl.last_tokens(request.document)
+        if request.shard is not None:
+            chosen = request.shard.local(chosen)
         taught = taught[chosen]
         output = yield None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
-            tape.logit_kl = head_kl(
+            request.logit_kl = head_kl(
                 self.causal_lm,
                 self.teacher.head,
                 output.last_hidden_state[chosen],
@@ -275,8 +275,8 @@ class RelationDistiller(Distiller):
             ).sum()
 
     def _take_off(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # rotary modules are called without the decoder's keywords, so that their hooks do not see the tape
-        self._in_flight = kwargs.get(TAPE)
+        # rotary modules are called without the decoder's keywords, so that their hooks do not see the request
+        self._in_flight = kwargs.get(REQUEST)
 
     def _keep_rotation(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._in_flight is not None:

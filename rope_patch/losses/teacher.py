@@ -11,7 +11,7 @@ from torch import nn
 from ..adapters.watch import adapter_configs
 from ..families.capabilities import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
-from ..rescalings.in_place import RopeParameters, healed
+from ..rescalings.in_place import RopeParameters, restored_to_float32
 from ..rope.rotary import find_causal_lm, find_decoder
 
 
@@ -99,7 +99,7 @@ class CopiedTeacher:
         self.copy = unpatch_model(_deepcopy(self.student)).requires_grad_(False).eval()
         decoder = find_decoder(self.copy)
         # frequencies that a cast of the model had rounded before it was patched are not those of its pretraining
-        healed(RopeParameters.of(decoder), decoder).write_modules(decoder)
+        restored_to_float32(RopeParameters.of(decoder), decoder).write_modules(decoder)
         if offload:
             self.copy.to("cpu")
 

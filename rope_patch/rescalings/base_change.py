@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base import papers
-from ..rope.rotary import grows_with_rows, with_factor
+from ..rope.rotary import is_dynamic, with_factor
 from .base import (
     RESCALINGS,
     NativeRope,
@@ -93,7 +93,7 @@ class ABF(Rescaling):
         parameters = _with_base(native, float(self.theta))
         if self.max_position_embeddings in (None, native.window):
             return parameters
-        if grows_with_rows(native.rope_type):
+        if is_dynamic(native.rope_type):
             raise ValueError(
                 f"rescaling 'abf': max_position_embeddings must be left out for a model of rope type "
                 f"{native.rope_type!r}, whose scaling begins where the config's window ends: it would begin at "

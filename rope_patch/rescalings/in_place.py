@@ -118,10 +118,10 @@ def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
             module.config = copies[id(config)]
 
 
-def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParameters:
+def restored_to_float32(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParameters:
     """The same with the frequencies of the config where a cast of the model had rounded them."""
     modules = rotary_by_name(decoder)
-    rotary = {name: state.healed(modules[name]) for name, state in parameters.rotary.items()}
+    rotary = {name: state.restored_to_float32(modules[name]) for name, state in parameters.rotary.items()}
     return RopeParameters(
         parameters.rope_parameters,
         parameters.own_rope_parameters,

@@ -223,19 +223,19 @@ def _types_by_prefix(module: Any) -> dict[str, str]:
     return {prefix: t for prefix, t in of_prefix.items() if t is not None}
 
 
-def grows_with_rows(rope_type: str) -> bool:
+def is_dynamic(rope_type: str) -> bool:
     """Whether a RoPE type of Transformers takes other frequencies for a longer row, and keeps them afterwards."""
     return "dynamic" in rope_type
 
 
-def switches_by_row(rope_type: str) -> bool:
+def is_longrope(rope_type: str) -> bool:
     """Whether a RoPE type of Transformers takes one of two sets of frequencies by the largest index of a forward."""
     return rope_type == "longrope"
 
 
-def picks_by_row(rope_type: str) -> bool:
+def depends_on_length(rope_type: str) -> bool:
     """Whether a RoPE type of Transformers picks its frequencies by the largest index of a forward, in either way."""
-    return grows_with_rows(rope_type) or switches_by_row(rope_type)
+    return is_dynamic(rope_type) or is_longrope(rope_type)
 
 
 def frequencies_go_by_row(module: Any) -> bool:
@@ -245,7 +245,7 @@ def frequencies_go_by_row(module: Any) -> bool:
     """
     parameters = getattr(module.config, "rope_parameters", None) or {}
     one_set = not is_nested(parameters) and parameters.get("short_factor") == parameters.get("long_factor")
-    return any(grows_with_rows(t) or (switches_by_row(t) and not one_set) for t in rope_types(module))
+    return any(is_dynamic(t) or (is_longrope(t) and not one_set) for t in rope_types(module))
 
 
 def configs_of_forwards(decoder: nn.Module) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def configs_of_forwards(decoder: nn.Module) -> dict[str, Any]:
     return {
         name: module.config
         for name, module in rotary_by_name(decoder).items()
-        if any(map(picks_by_row, rope_types(module)))
+        if any(map(depends_on_length, rope_types(module)))
     }
 
 
@@ -267,7 +267,7 @@ def frequencies_kept(model: nn.Module) -> Iterator[None]:
     named = {
         module: module.rope_type
         for _, module in named_rotary_modules(model)
-        if any(map(picks_by_row, rope_types(module))) and not frequencies_go_by_row(module)
+        if any(map(depends_on_length, rope_types(module))) and not frequencies_go_by_row(module)
     }
     for module in named:
         module.rope_type = "default"
@@ -280,7 +280,7 @@ def frequencies_kept(model: nn.Module) -> Iterator[None]:
 
 def _growing_prefixes(module: Any) -> list[str]:
     """What names of buffers begin with, of each 'dynamic' RoPE type of a rotary module."""
-    return [prefix for prefix, t in _types_by_prefix(module).items() if grows_with_rows(t)]
+    return [prefix for prefix, t in _types_by_prefix(module).items() if is_dynamic(t)]
 
 
 def forget_rows(model: nn.Module) -> None:
@@ -315,7 +315,7 @@ def rotary_states(decoder: nn.Module) -> "dict[str, RotaryState]":
 
 def is_recomputed(module: Any, buffer: str) -> bool:
     """Whether a buffer of a rotary module holds what its last forward picked."""
-    return any(map(picks_by_row, rope_types(module))) and not buffer.endswith("original_inv_freq")
+    return any(map(depends_on_length, rope_types(module))) and not buffer.endswith("original_inv_freq")
 
 
 @dataclass(frozen=True)
@@ -380,7 +380,7 @@ class RotaryState:
             self.held[name] = in_module
         return False
 
-    def healed(self, module: Any) -> "RotaryState":
+    def restored_to_float32(self, module: Any) -> "RotaryState":
         """What Transformers builds from the config of `module`, where a cast has rounded it to this; else this."""
         if any(_is_rounded(buffer) for buffer, _ in self.buffers.values()):
             return fresh_state(module, module.config)

@@ -208,8 +208,8 @@ def test_a_second_rescaling_that_names_no_window_declares_the_native_one():
 @pytest.mark.parametrize(
     ("method", "options", "remedy"),
     [
-        ("abf", {"theta": 1e6}, "pass max_position_embeddings to 'abf' to name another."),
-        ("dynamic-ntk", {"factor": FACTOR}, "'dynamic-ntk' can name no other."),
+        ("abf", {"theta": 1e6}, "pass max_position_embeddings to 'abf' to write another."),
+        ("dynamic-ntk", {"factor": FACTOR}, "'dynamic-ntk' cannot write another."),
     ],
 )
 def test_a_window_that_stays_is_told_with_what_can_be_done(method, options, remedy, caplog):

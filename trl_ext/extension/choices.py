@@ -372,7 +372,7 @@ def _weights(
             needed = peak_memory(facts.size, step)
             needs.append((train, checkpointing, needed))
             if needed.total <= _FREE * machine.memory:
-                return _chosen(options, machine, needs, flag)
+                return _explained(options, machine, needs, flag)
     train, _, least = min(needs, key=lambda way: way[2].total)
     raise ValueError(
         f"training does not fit: rows of {rows.value['length']:,} tokens need {least.total / GIB:.1f} GiB at least "
@@ -394,7 +394,7 @@ _SAID = {
 }
 
 
-def _chosen(options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], flag: str) -> Choice:
+def _explained(options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], flag: str) -> Choice:
     train, checkpointing, needed = needs[-1]
     rank = f" of rank {options.adapter_rank}" if train == "lora" else ""
     again = ", activations computed again in backward (gradient checkpointing)" if checkpointing else ""

@@ -139,7 +139,7 @@ def plan_memory(
     """
     sharding = sharding or Sharding()
     moved = _moved_share(args, row_length)
-    held = args.objective_options.held(find_decoder(model).config, moved, shared=sharding.row > 1)
+    held = args.objective_options.activation_factors(find_decoder(model).config, moved, shared=sharding.row > 1)
     if row_length is not None:
         row_length = math.ceil(row_length / sharding.row)
     size, step = ModelSize.of(find_causal_lm(model)), _step(model, args, row_length, device)

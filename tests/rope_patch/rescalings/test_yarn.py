@@ -103,7 +103,7 @@ def test_an_option_that_transformers_drops_for_layer_types_is_refused(options, i
             {"factor": 2, "mscale": 0.5, "mscale_all_dim": 0.5, "attention_factor": 1.2},
             "mscale must come with mscale_all_dim and without attention_factor",
         ),
-        ({"factor": 2, "seed": 1}, "seed and when belong to views"),
+        ({"factor": 2, "seed": 1}, "seed and when are arguments of views"),
     ],
 )
 def test_what_yarn_cannot_do_is_said(options, message):

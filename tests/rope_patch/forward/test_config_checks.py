@@ -11,7 +11,7 @@ from support.tiny import tiny, tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from rope_patch import load_adapter, native_rope, patch_model, rope_view, unpatch_model
-from rope_patch.forward.config_agrees import require_frequencies_of_config
+from rope_patch.forward.config_checks import require_frequencies_of_config
 from rope_patch.rescalings.in_place import RopeParameters
 
 IDS = tokens(1, 80)
