@@ -18,8 +18,8 @@ class ViewSource:
         self.view = view
         self.clock = DrawClock(seed)
         self.last: DrawnView | None = None  # of the last forward that drew: for logging
-        self.checked_length = 0  # of documents that the view is known to take, where a forward's may be shorter
-        self.of_trainer = False  # put on for one run: the next trainer of the model does not keep it
+        self.checked_length = 0  # longest training document, checked once: a batch may have shorter ones only
+        self.of_trainer = False  # added for one run of a trainer: the next trainer removes it
 
     def bind(self, batch: Batch) -> DrawnView:
         """Draw for a forward; one that continues a cache keeps the draws that filled it."""
@@ -32,18 +32,18 @@ class ViewSource:
             batch.rows, batch.seq_len, batch.device, batch.position_ids, _current(batch.attention_mask, batch)
         )
         if batch.cached:
-            # tokens behind a prefix that was run under no view, e.g. of prefix tuning: it begins their document
+            # the cache was filled without a view, e.g. by prefix tuning: its tokens are the beginning of the document
             before = _cached_tokens(batch)
             start = documents.start if batch.position_ids is None else documents.start - before
             documents = Documents(start, documents.length + before, documents.ordinal)
         if self.view.follows_progress and not self.clock.is_set:
             raise ValueError(
-                f"{self.view!r} has a curriculum, and nobody has told its clock how far training is. Transformers' "
-                "Trainer and TRL's do; in a loop of your own call rope_patch.patch.view_source(model).clock."
-                "set_step(step, progress) before each step, with progress from 0 to 1, of a view that patch_model has "
-                "put on; a block of rope_view has no progress. Or leave out curriculum."
+                f"{self.view!r} has a curriculum, and its clock does not know how far training is. Transformers' and TRL's "
+                "trainers set it. In your own loop, use patch_model and call rope_patch.patch.view_source(model).clock."
+                "set_step(step, progress) before each step, with progress from 0 to 1 (rope_view has no progress). Or "
+                "leave out curriculum."
             )
-        # a fixed split may lie behind the end of all documents of one batch, if not behind those of every one
+        # a fixed split may lie beyond all documents of one batch, but not beyond those of every batch
         self.view.check_length(max(_longest(documents, batch), self.checked_length))
         t = _in_document(batch, documents)
         key = self.clock.key_of(documents, batch.ids, t, batch.training)
@@ -58,11 +58,11 @@ class ViewSource:
             raise ValueError(why_other_view(last.view, f"{self.view!r} is"))
         if rows != batch.rows:
             raise ValueError(
-                f"decoding under a view goes on with the {rows} rows that filled the cache, got {batch.rows} rows. "
+                f"decoding under a view continues with the {rows} rows that filled the cache, got {batch.rows} rows. "
                 "Start generation from an empty cache inside the view."
             )
-        # what comes behind a row belongs to its last document: the draws of its last token, out of [batch, n], or
-        # [n_layers, batch, n] where layers draw apart
+        # new tokens belong to the last document of a row, so take the draws of its last token, from [batch, n], or
+        # from [n_layers, batch, n] if each layer has its own
         parameters = {n: p[..., -1:] if p.ndim >= 2 else p for n, p in last.parameters.items()}
         return DrawnView(last.view, last.documents.last_column(), parameters, continues=True)
 
@@ -80,7 +80,7 @@ class TableSource:
             raise ValueError(why_other_view(filled.view, "explicit indices are"))
         rows, tokens = self.index.shape
         end = batch.cached + batch.seq_len
-        # in inference a prompt may be shorter than the table, whose rest is for what is generated
+        # in inference the rest of the table may be for tokens that are generated later
         if rows not in (1, batch.rows) or end > tokens or (not batch.cached and end != tokens and batch.training):
             raise ValueError(
                 f"index must be [batch, seq_len] for the forward that it is used in, got {tuple(self.index.shape)} "
@@ -92,7 +92,7 @@ class TableSource:
 
 
 def _current(attention_mask: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
-    """The mask of this forward's own tokens: a cache's covers earlier ones too, and a static one's those to come."""
+    """The mask of this forward's tokens only: with a cache, the mask covers earlier and perhaps later tokens too."""
     if attention_mask is None or attention_mask.ndim != 2:
         return None
     end = batch.cached + batch.seq_len
@@ -125,7 +125,7 @@ def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
 
 
 def _longest(documents: Documents, batch: Batch) -> int:
-    """Tokens of the longest document; of the row where there are no data to branch on, as in traced graphs."""
+    """Tokens of the longest document; in traced graphs, where values cannot be read, tokens of the row."""
     if (
         torch.compiler.is_compiling()
         or batch.device.type == "meta"
