@@ -70,8 +70,8 @@ class RopeDescription:
             kept = (
                 f"saved with RoPE beside them, in {SIDECAR_NAME}"
                 if self.patched
-                else f"on the base model's own RoPE. An adapter whose folder has {SIDECAR_NAME} was trained with another RoPE: "
-                "load it with rope_patch.load_adapter"
+                else f"on the base model's own RoPE. An adapter whose folder has {SIDECAR_NAME} was trained with "
+                "another one: load it with rope_patch.load_adapter"
             )
             lines.append(f"  adapters        {', '.join(self.adapters)} ({kept})")
         return "\n".join(lines)

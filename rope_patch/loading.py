@@ -32,8 +32,8 @@ logger = logging.get_logger(__name__)
 
 _FOLDER = "_rope_patch_adapter_folder"
 LOAD_CHANGED_BASE = (
-    "If training changed the base model, e.g. by resize_token_embeddings, load that changed model, add the adapter with "
-    "load_adapter, and pass the model to rope_patch.export."
+    "If training changed the base model, e.g. by resize_token_embeddings, load that changed model, add the adapter "
+    "with load_adapter, and pass the model to rope_patch.export."
 )
 
 
@@ -184,8 +184,8 @@ def _require_own_weights(directory: str | os.PathLike[str], specification: dict[
     if None not in (recorded, digest) and recorded != digest:  # PEFT says which weights are missing
         raise ValueError(
             f"{SIDECAR_NAME} in {directory} does not belong to the weights beside it, which were saved later "
-            "or changed. If they were trained without rope_patch, delete the file and use PeftModel.from_pretrained; if "
-            'they were trained with the RoPE that it names, set its "adapter_weights" to null.'
+            "or changed. If they were trained without rope_patch, delete the file and use PeftModel.from_pretrained; "
+            'if they were trained with the RoPE that it names, set its "adapter_weights" to null.'
         )
 
 

@@ -117,8 +117,8 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
                 else f"{chosen.name!r} cannot write another"
             )
             logger.warning(
-                f"The config still has max_position_embeddings={parameters.max_position_embeddings}, where programs that "
-                f"serve the model stop: {remedy}."
+                f"The config still has max_position_embeddings={parameters.max_position_embeddings}, where programs "
+                f"that serve the model stop: {remedy}."
             )
     else:
         _refuse_dynamic(_types(decoder), chosen)
@@ -342,8 +342,8 @@ def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> Non
         return
     if any(map(is_longrope, types)) or (view is not None and view.rescales):
         raise ValueError(
-            f"{fixed}. A view with 'longrope' would change these frequencies too, and a view of frequencies would have no "
-            "effect: use another view or rescaling."
+            f"{fixed}. A view with 'longrope' would change these frequencies too, and a view of frequencies would have "
+            "no effect: use another view or rescaling."
         )
 
 
@@ -369,8 +369,8 @@ def _checked_index(index: torch.Tensor) -> torch.Tensor:
     if not isinstance(index, torch.Tensor) or index.ndim != 2 or index.dtype not in _INDEX_TYPES or not index.numel():
         what = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, torch.Tensor) else repr(type(index))
         raise ValueError(
-            "index must be a non-empty tensor [batch, seq_len] of int16, int32, int64, float32 or float64 (16-bit floats "
-            f"are not exact beyond position 2048), got {what}."
+            "index must be a non-empty tensor [batch, seq_len] of int16, int32, int64, float32 or float64 (16-bit "
+            f"floats are not exact beyond position 2048), got {what}."
         )
     low, high = index.min().item(), index.max().item()
     if not (-MAX_INDEX <= low and high <= MAX_INDEX):  # NaN fails the comparison too

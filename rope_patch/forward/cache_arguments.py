@@ -1,7 +1,7 @@
 """The key-value cache among the arguments of a call and in what a model returns.
 
-Transformers 5.24 renamed `past_key_values` to `cache`. Models accept the old name until 5.40; remote code on the hub may
-keep it longer.
+Transformers 5.24 renamed `past_key_values` to `cache`. Models accept the old name until 5.40, and remote code
+may for longer.
 """
 
 import inspect

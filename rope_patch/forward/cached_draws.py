@@ -114,7 +114,7 @@ class _UnderView(_CacheMethod):
         cache: Any = self.cache()
         draws = getattr(cache, _DRAWS)
         layer = kwargs.get("layer_idx", args[2] if len(args) > 2 else None)
-        # per layer: a hybrid's first layer may have no keys, and earlier layers have already added those of this forward
+        # per layer: a hybrid's first layer may have no keys, and earlier layers have added those of this forward
         if draws is not None and not getattr(cache, _IN_VIEW) and cache.get_seq_length(layer):
             _require_true_positions(draws)
         return self.original(*args, **kwargs)

@@ -117,7 +117,7 @@ class DrawClock:
             return key
         if ids is None:
             raise ValueError(
-                "in a trainer, a view draws by the token ids of a document, and this forward has inputs_embeds instead, "
+                "in a trainer, a view draws by the token ids of a document, and this forward has inputs_embeds, "
                 "as with prompt learning and images: leave out the view, or prompt learning."
             )
         numbers = document_numbers(ids, t, documents)

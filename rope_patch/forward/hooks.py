@@ -85,8 +85,8 @@ class DecoderEntry:
             )
         if has_paged_cache(call):
             raise ValueError(
-                "a RoPE view needs whole documents, and continuous batching (generate_batch) passes pieces of them: use "
-                "generate, or leave the view."
+                "a RoPE view needs whole documents, and continuous batching (generate_batch) passes pieces of them: "
+                "use generate, or leave the view."
             )
         if position_ids is None and call.get("cu_seq_lens_q") is not None:
             raise ValueError(
@@ -192,7 +192,7 @@ class RotaryEntry:
             self._choose_by_whole_rows(module, args, kwargs)
         at_true_positions = module.forward(*args, **kwargs) if stays or picks else None
         if picks:
-            # dynamic RoPE chooses frequencies by max(position_ids); it has seen the true positions, so freeze that choice
+            # dynamic RoPE chooses frequencies by max(position_ids); it has seen the true ones, so freeze that choice
             self._freeze(module)
         self.state.applied = True
         if isinstance(drawn, DrawnView) and drawn.view.rescales:
@@ -288,7 +288,7 @@ def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeSt
 
 
 def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], *, layers: bool = True) -> None:
-    """Remove the hooks, with `layers` also those of layers; by class, since handles do not survive a copy of a model."""
+    """Remove the hooks, with `layers` also those of layers; by class, as a copy of a model has other handles."""
     if layers:
         detach_layer_hooks(decoder)
     ours = (DecoderEntry, DecoderExit, RotaryEntry, RotaryExit)

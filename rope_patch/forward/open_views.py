@@ -78,9 +78,9 @@ class OpenSources(Generic[S]):
             if owner is self and any(source is other for other in self._everywhere):
                 return source  # type: ignore[return-value]
         raise ValueError(
-            "rope_view is open on this model in another thread or coroutine, but not in this one, so the RoPE indices of "
-            "this forward are not known. Open rope_view where the model is called, with 'standard' for true positions, "
-            "or run the thread in the context of the block: "
+            "rope_view is open on this model in another thread or coroutine, but not in this one, so the RoPE indices "
+            "of this forward are not known. Open rope_view where the model is called, with 'standard' for true "
+            "positions, or run the thread in the context of the block: "
             "Thread(target=contextvars.copy_context().run, args=(model.generate, ...)). Continuous batching "
             "(generate_batch) runs the model in its own thread and does not work with rope_view: use generate."
         )

@@ -38,8 +38,9 @@ class ViewSource:
             documents = Documents(start, documents.length + before, documents.ordinal)
         if self.view.follows_progress and not self.clock.is_set:
             raise ValueError(
-                f"{self.view!r} has a curriculum, and its clock does not know how far training is. Transformers' and TRL's "
-                "trainers set it. In your own loop, use patch_model and call rope_patch.patch.view_source(model).clock."
+                f"{self.view!r} has a curriculum, and its clock does not know how far training is. Trainers of "
+                "Transformers and TRL set it. In your own loop, use patch_model and call "
+                "rope_patch.patch.view_source(model).clock."
                 "set_step(step, progress) before each step, with progress from 0 to 1 (rope_view has no progress). Or "
                 "leave out curriculum."
             )

@@ -45,7 +45,7 @@ class RopeViewCallback(TrainerCallback):
     training ends, the view stays on and its clock is released.
 
     Raises:
-        ValueError: at the begin of training, the model has no view; in the first forward, the `ref_model` has other RoPE
+        ValueError: when training begins, the model has no view; in the first forward, `ref_model` has other RoPE
             frequencies, or under this trainer forwards that need the same draw would get different ones.
     """
 
@@ -159,13 +159,13 @@ def _require_one_draw_a_reply(name: str, args: Any, view: View) -> None:
     if args.use_vllm:
         raise ValueError(
             f"views under {name} with use_vllm=True are not supported: vLLM's log-probabilities are those of "
-            "true positions, and the correction for the difference would undo the view. Set use_vllm=False, or patch only a "
-            "rescaling."
+            "true positions, and the correction for the difference would undo the view. Set use_vllm=False, or patch "
+            "only a rescaling."
         )
     per_generation = args.steps_per_generation * args.num_iterations
     if args.gradient_accumulation_steps % per_generation:
         raise ValueError(
-            f"with a view, {name} must use its replies in the optimizer step that samples them, since draws depend on the "
+            f"with a view, {name} must use its replies in the optimizer step that samples them, as draws depend on the "
             "step: gradient_accumulation_steps must be a multiple of steps_per_generation * num_iterations, got "
             f"{args.gradient_accumulation_steps} and {args.steps_per_generation} * {args.num_iterations}."
         )
@@ -186,8 +186,8 @@ def _share_view(trainer: Any, decoder: nn.Module, state: RopeState, patch: Patch
     own = before.source if before is not None and before.leader is None else None
     if own is not None and own.view != state.source.view:
         raise ValueError(
-            f"ref_model has view {own.view!r} and model has {state.source.view!r}: do not patch ref_model with a view, it "
-            "gets that of the model."
+            f"ref_model has view {own.view!r} and model has {state.source.view!r}: do not patch ref_model with a view, "
+            "it gets that of the model."
         )
     patch(reference, state.source.view)
     shared = state_of(reference)

@@ -22,8 +22,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a decoder."""
 
 AroundDecoder = Generator[Arguments | None, Any, Any]
-"""A generator with one `yield`, where the decoder's forward runs. What it yields replaces the decoder's arguments, or is
-None to keep them; what it gets back is the decoder's output. One function so sees both sides of the forward."""
+"""A generator with one `yield`, where the decoder's forward runs. It yields new arguments for the decoder, or None to
+keep them, and gets back the decoder's output. So one function holds what a loss does before and after the forward."""
 
 
 class LossRequest:
@@ -101,8 +101,9 @@ class ForwardLoss:
         alpha = getattr(self.causal_lm.get_input_embeddings(), "neftune_noise_alpha", None)
         if alpha is not None:
             raise ValueError(
-                f"this model adds noise to its embeddings (NEFTune, neftune_noise_alpha={alpha}), which differs in each "
-                "forward, and distillation compares forwards. Switch it off, e.g. with transformers' deactivate_neftune."
+                f"this model adds noise to its embeddings (NEFTune, neftune_noise_alpha={alpha}), which differs "
+                "in each forward, and distillation compares forwards. Switch it off, e.g. with transformers' "
+                "deactivate_neftune."
             )
 
     def check_length(self, length: int) -> None:
@@ -189,7 +190,7 @@ def _refuse_prompts(model: nn.Module) -> None:
     for name, config in adapter_configs(model).items():
         if config.is_prompt_learning:
             raise ValueError(
-                f"adapter {name!r} learns prompts ({config.peft_type.value}): it puts virtual tokens before those of the "
-                "sequence, and losses of hidden states would mix up the two. Use LoRA, or objective='clm' without "
+                f"adapter {name!r} learns prompts ({config.peft_type.value}): it puts virtual tokens before those of "
+                "the sequence, and losses of hidden states would mix up the two. Use LoRA, or objective='clm' without "
                 "objective_args."
             )

@@ -21,7 +21,8 @@ class HiddenTargets:
 
     far = mean over tokens of (1 - cos(g_student, h_teacher)) of last hidden states, g_student under the sampled view.
     The teacher reads true positions. With short_to_long = 0, h_student comes from the one forward of the student, under
-    the view if there is one. Otherwise h_student reads true positions, and a second pass under the view gives g_student.
+    the view if there is one. Otherwise h_student is at true positions, and a second pass, under the view, gives
+    g_student.
 
     Args:
         weight: of the sum; LongReD uses 5.

@@ -143,7 +143,7 @@ class TwoPasses(Passes):
 class SequentialPasses(Passes):
     """The second of two calls, each with its own backward, so that one graph lives at a time.
 
-    The first call has written the detached states of the standard view to its `StandardRequest`, which is `earlier` here.
+    The first call has written the detached states of the standard view to its `StandardRequest`, here `earlier`.
 
     Args:
         source: of the view.

@@ -33,9 +33,9 @@ class SelfDistiller(Distiller):
 
     Gradients of the KL flow through all of the view's path, the keys and values of its unchanged prefix included.
 
-    In one call of the model, a `ViewRequest` gets the whole loss. Two calls keep one graph at a time: a `StandardRequest`
-    gets the loss under true positions, whose backward may run at once, and a `ViewRequest` made from it gets the rest.
-    Gradients are the same.
+    In one call of the model, a `ViewRequest` gets the whole loss. Two calls keep only one graph at a time: first a
+    `StandardRequest` gets the loss under true positions, whose backward may run at once, then a `ViewRequest` made from
+    it gets the rest. Gradients are the same.
 
     Args:
         model: patched with a view, or without one under a control; bare or wrapped.

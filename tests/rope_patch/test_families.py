@@ -88,7 +88,7 @@ def test_rope_inside_layers_works_but_not_under_checkpointing():
             seen = model(ids, use_cache=False).logits
     torch.testing.assert_close(seen[:, :9], plain[:, :9], rtol=1e-4, atol=1e-5)
     assert not torch.equal(seen[:, 9:], plain[:, 9:])
-    with pytest.raises(ValueError, match="needs the window that the model was trained with"):
+    with pytest.raises(ValueError, match="needs the context window of pretraining"):
         patch_model(model, "pi", factor=2.0)
     assert "not stated by the config" in str(describe(model))
     patch_model(model, "skip").train()

@@ -242,7 +242,7 @@ def test_decoding_keeps_the_draws_that_filled_the_cache():
         drawn = source.last.parameters["skip"].clone()
         model(ids[:, 11:], past_key_values=out.past_key_values, use_cache=True)
         assert torch.equal(source.last.parameters["skip"], drawn)
-        with pytest.raises(ValueError, match="goes on with the 2 rows that filled the cache, got 1 rows"):
+        with pytest.raises(ValueError, match="continues with the 2 rows that filled the cache, got 1 rows"):
             model(ids[:1, 11:], past_key_values=out.past_key_values, use_cache=True)
     assert whole.shape == (2, 12, 101)
 

@@ -104,9 +104,9 @@ def test_what_one_schedule_cannot_express_is_refused(first, tmp_path):
     adapter = trained(tmp_path, first, {"factor": 2.0})
     model = load_adapter(fresh(tmp_path), adapter)
     before = describe(model)
-    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which it would throw away"):
+    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which would be lost"):
         patch_model(model, "yarn", factor=2.0)
-    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which it would throw away"):
+    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which would be lost"):
         patch_model(model, "pi", factor=2.0)
     assert describe(model) == before
 
@@ -154,7 +154,7 @@ def test_a_second_adapter_of_another_rope_is_refused(tmp_path, caplog):
         assert list(copied.peft_config) == ["default"]
     model.load_adapter(first, "again")
     model.load_adapter(tmp_path / "unknown", "unknown")
-    assert "what RoPE it was trained with is not known" in caplog.text
+    assert "so its RoPE is not known" in caplog.text
     patch_model(unpatch_model(model), "ntk", factor=8.0)
     model.load_adapter(tmp_path / "ntk", "other")
     model.set_adapter("other")
@@ -194,7 +194,7 @@ def test_what_an_adapter_was_merged_into_is_not_saved_beside_it(tmp_path):
     merged = load_adapter(fresh(tmp_path), adapter).merge_and_unload()
     before = sorted(adapter.iterdir())
     for options in ({}, {"state_dict": dict(merged.named_parameters())}):
-        with pytest.raises(ValueError, match="holds an adapter, which Transformers would put on this model's weights"):
+        with pytest.raises(ValueError, match="has an adapter, which Transformers would apply to this model's weights"):
             merged.save_pretrained(adapter, **options)
     assert sorted(adapter.iterdir()) == before
     merged.save_pretrained(tmp_path / "elsewhere")

@@ -45,16 +45,16 @@ def test_what_would_be_saved_as_another_model_is_not_saved(wrap, tmp_path):
     outer = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if wrap else model
     model.config = native
     for call in (lambda: outer.save_pretrained(tmp_path), outer.state_dict, lambda: patch_model(outer, "skip")):
-        with pytest.raises(ValueError, match="what is saved would be another model"):
+        with pytest.raises(ValueError, match="the saved model would be another one"):
             call()
-    with native_rope(outer), pytest.raises(ValueError, match="what is saved would be another model"):
+    with native_rope(outer), pytest.raises(ValueError, match="the saved model would be another one"):
         outer.state_dict()
     model.config = model.model.config
     with native_rope(outer), rope_view(outer, "skip"):
         outer.state_dict()
     outer.save_pretrained(tmp_path)
     model.model.config.rope_parameters = native.rope_parameters  # one object, edited
-    with pytest.raises(ValueError, match="what is saved would be another model"):
+    with pytest.raises(ValueError, match="the saved model would be another one"):
         outer.state_dict()
     unpatch_model(outer).state_dict()
 
@@ -62,7 +62,7 @@ def test_what_would_be_saved_as_another_model_is_not_saved(wrap, tmp_path):
 def test_a_patch_of_the_inner_model_is_saved_with_it_or_not_at_all(tmp_path):
     model = tiny()
     patch_model(model.model, "pi", factor=2.0)
-    with pytest.raises(ValueError, match="what is saved would be another model"):
+    with pytest.raises(ValueError, match="the saved model would be another one"):
         model.save_pretrained(tmp_path)
     model.config = model.model.config
     model.save_pretrained(tmp_path)
@@ -132,7 +132,7 @@ def test_weights_that_were_gathered_elsewhere_are_checked_too(inner, compiled, t
     else:
         model.config = native
     for saved in (model, torch.compile(model, backend="eager")):
-        with pytest.raises(ValueError, match="what is saved would be another model"):
+        with pytest.raises(ValueError, match="the saved model would be another one"):
             saved.save_pretrained(tmp_path, state_dict=gathered)
     assert not any(tmp_path.iterdir())
     model.config = model.model.config

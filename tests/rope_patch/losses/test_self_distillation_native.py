@@ -210,9 +210,7 @@ def test_what_the_teacher_cannot_read_is_refused():
     model = student("llama", skip=Uniform(1, 200))
     distiller = SelfDistiller(model, ViewConsistency(), teacher=CopiedTeacher(model))
     ids = tokens(1, WINDOW + 1)
-    with pytest.raises(
-        ValueError, match=f"documents of at most {WINDOW} tokens, its context window, got one of {WINDOW + 1}"
-    ):
+    with pytest.raises(ValueError, match=f"at most {WINDOW} tokens, its context window, got one of {WINDOW + 1}"):
         run(distiller, model, {"input_ids": ids, "labels": ids})
     plain = patch_model(tiny(), "standard")
     with pytest.raises(ValueError, match="same RoPE"):

@@ -96,7 +96,7 @@ def test_a_view_that_moves_positions_is_refused_on_several_axes(tmp_path):
         train_dataset=images.conversations(),
         processing_class=images.processor("Qwen2VL"),
     )
-    with pytest.raises(ValueError, match=r"of positions with several axes \(mRoPE\) no view says what they become"):
+    with pytest.raises(ValueError, match=r"views are not defined for positions with several axes \(mRoPE\)"):
         run.train()
 
 
