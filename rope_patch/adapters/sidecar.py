@@ -160,8 +160,8 @@ def always_view_of(specification: dict[str, Any]) -> tuple[View, int] | None:
         return None
     if view.get("options") is None:
         raise ValueError(
-            f"the adapter was saved with {view['repr']} in force in inference too, and the options of that view are not "
-            'recorded. Set "view" to null in the file, load the adapter, and call patch_model(model, view, '
+            f"the adapter was saved with {view['repr']} in force in inference too, and the options of that view are "
+            'not recorded. Set "view" to null in the file, load the adapter, and call patch_model(model, view, '
             "when='always') with that view."
         )
     return resolve_view(view["method"], view["options"]), view.get("seed", 0)

@@ -1,6 +1,6 @@
-"""Losses: next token, self-distillation, relations to a teacher, its hidden states.
+"""Losses: next token, self-distillation, and distillation of a teacher's relations, hidden states and logits.
 
-Each is a file with its formula; objectives of trainers import them from here.
+Each file has one loss with its formula; the trainer's objectives import them from here.
 """
 
 from .consistency import ConsistencyLoss, ViewConsistency, consistency_loss

@@ -1,4 +1,4 @@
-"""The model as it was pretrained, at true positions, teaches all predictions of the model under a view, in one pass."""
+"""Knowledge distillation from the pretrained model at true positions to the model under a view, for every token."""
 
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -21,30 +21,29 @@ from .teacher import CopiedTeacher, SharedTeacher
 
 @dataclass(frozen=True, kw_only=True)
 class NativeTargets:
-    """Loss of a model that keeps what it predicted at true positions.
+    """Loss of a model that keeps the predictions of pretraining.
 
     loss = weight mean over tokens of KL(q_t || p_t) + clm_weight mean over labels of -ln p(label) + text_weight mean
     over next tokens of -ln p(next token).
 
     p is the student's next-token distribution under the view in force, q that of the model as it was pretrained:
-    adapters off or a frozen copy, native RoPE, true positions. The KL counts every token that is not padding, those
-    whose labels are masked and the last one of a document too: short documents and prompts hold what is to be kept.
-    Next tokens are all tokens of a document but its first, whether they are labels or not; a label counts in both
-    means. Evaluation has the same loss at true positions, without draws.
+    adapters off or a frozen copy, native RoPE, true positions. The KL counts every token that is not padding, also
+    those without a label and the last token of a document. Next tokens are all tokens of a document but its first,
+    labels or not; a label counts in both means. Evaluation computes the same loss at true positions.
 
     Args:
-        weight: of the KL; 0 leaves it out, and with it the teacher: next-token losses alone are trained.
-        clm_weight: of the cross-entropy under the view, which labels alone count in: with prompts masked, answers. It
-            is what teaches more than the teacher knows, such as an answer whose key is far away. 0 leaves it out of
-            training; evaluation then measures it.
-        text_weight: of the cross-entropy of all next tokens under the view. It lowers the loss of running text below
-            the native model's, and moves the model further from what it said.
-        temperature: divides the logits of both sides of the KL, which is not multiplied by its square.
+        weight: weight of the KL; 0 trains next-token losses only, without a teacher.
+        clm_weight: weight of the cross-entropy of labels under the view; with prompts masked, these are answers. It
+            teaches what the teacher does not know, such as an answer whose key is far away. With 0, only evaluation
+            measures it.
+        text_weight: weight of the cross-entropy of all next tokens under the view. It lowers the loss on running text
+            below that of the pretrained model, and moves the model further from its predictions.
+        temperature: divides the logits of both sides of the KL; the KL is not multiplied by its square.
         direction: "forward" KL(q || p), "reverse" KL(p || q), or their Jensen-Shannon divergence "jsd".
 
     Source: ours. LongReD's short-to-long distillation (arXiv:2502.07365) compares last hidden states of the same two
-        passes by cosine, PoSE (arXiv:2309.10400) has the views; the cross-entropy beside a KL to the start is that of
-        fine-tuning held to its start.
+        passes by cosine, PoSE (arXiv:2309.10400) has the views, and fine-tuning with a KL to the initial model
+        has the sum of cross-entropy and KL.
     """
 
     weight: float = 1.0
@@ -60,7 +59,9 @@ class NativeTargets:
         if self.direction not in get_args(Direction):
             raise ValueError(f"direction must be one of {get_args(Direction)}, got {self.direction!r}.")
         if not (self.weight or self.has_ce):
-            raise ValueError("weight, clm_weight and text_weight are all 0, so there is nothing to learn: raise one.")
+            raise ValueError(
+                "weight, clm_weight and text_weight are all 0, so there is nothing to learn: set one above 0."
+            )
 
     @property
     def has_ce(self) -> bool:
@@ -69,13 +70,13 @@ class NativeTargets:
 
 
 class NativeRequest(LossRequest):
-    """A batch with its labels goes in; the loss and metrics of the student come back.
+    """Carries a batch with its labels; the forward writes the loss and metrics of the student to it.
 
     Args:
         labelled: the batch.
-        n_tokens: what the sum of the KL is divided by.
-        n_labels: what the sum of cross-entropies of labels is divided by.
-        n_next: what the sum of cross-entropies of next tokens is divided by.
+        n_tokens: divisor of the sum of the KL.
+        n_labels: divisor of the sum of cross-entropies of labels.
+        n_next: divisor of the sum of cross-entropies of next tokens.
     """
 
     loss: torch.Tensor
@@ -91,7 +92,7 @@ class NativeRequest(LossRequest):
 
 
 class NativeDistiller(Distiller):
-    """Distils predictions of a teacher into a student under its view, while the student's one forward runs.
+    """Distils the predictions of a teacher into a student under its view, in one forward of the student.
 
     Args:
         model: the student, patched, bare or wrapped.
@@ -100,7 +101,7 @@ class NativeDistiller(Distiller):
         offload: whether the teacher's hidden states wait on the CPU while the student runs.
 
     Raises:
-        ValueError: without a cross-entropy, the student's RoPE is the teacher's; or its head has an adapter.
+        ValueError: without a cross-entropy, student and teacher have the same RoPE; or the head has an adapter.
     """
 
     def __init__(
@@ -116,22 +117,22 @@ class NativeDistiller(Distiller):
         require(why_no_losses(self.causal_lm, self.decoder))
 
     def _require_difference(self) -> None:
-        # with a cross-entropy the KL holds the student to its start, by whatever RoPE
+        # with a cross-entropy, the KL to the initial model makes sense for any RoPE
         if not self.targets.has_ce:
             super()._require_difference()
 
     @property
     def reads_labels(self) -> bool:
-        """Whether a forward gives cross-entropies."""
+        """Whether a forward computes cross-entropies."""
         return bool(self.targets.clm_weight) or self.reads_text or not self.decoder.training
 
     @property
     def reads_text(self) -> bool:
-        """Whether a forward gives cross-entropies of all next tokens."""
+        """Whether a forward computes cross-entropies of all next tokens."""
         return bool(self.targets.text_weight)
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError if documents of `length` tokens are more than the window of a teacher."""
+        """Raise ValueError if documents of `length` tokens exceed the teacher's context window."""
         if self.teacher is not None:
             self.require_taught_length("the teacher, the model as it was pretrained,", length)
 
@@ -158,13 +159,13 @@ class NativeDistiller(Distiller):
         request.loss, request.rows = ce + kl, replace(rows, kl=of_kl.kl)
 
     def _taught(self, request: NativeRequest, call: DecoderCall) -> torch.Tensor:
-        """Last hidden states of the teacher at the queries, where they wait for the student's."""
+        """Last hidden states of the teacher at the queries, on the CPU if they are offloaded."""
         self.check_length(int(request.labelled.documents.length.max()))
         states = request.labelled.states(self._ask_teacher(request, call).last_hidden_state, request.queries)
         return states.to("cpu") if self.offload else states
 
     def _asked(self, request: NativeRequest) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each query is to predict, -100 for nothing, and the weight of its cross-entropy, both [N]."""
+        """The label of each query, -100 for none, and the weight of its cross-entropy, both [N]."""
         labels, has_label = request.labels, request.has_label
         weight = has_label * (self.targets.clm_weight / request.n_labels)
         if self.reads_text:

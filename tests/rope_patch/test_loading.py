@@ -135,7 +135,7 @@ def test_a_rescaling_that_makes_another_model_than_in_training_is_refused(tmp_pa
     assert recorded["rope_parameters"].pop("factor") == WINDOW / 16  # as earlier versions did: the window made it 8
     file.write_text(json.dumps(recorded))
     base = fresh(tmp_path)
-    with pytest.raises(ValueError, match="now makes .* which is another model. Load it with the version that trained"):
+    with pytest.raises(ValueError, match="now gives .* which is another model. Load it with the version that trained"):
         load_adapter(base, tmp_path / "adapter")
     assert base.config.max_position_embeddings == WINDOW and base.config.rope_parameters["rope_theta"] == 10000.0
 

@@ -14,7 +14,7 @@ from rope_patch import export, load_adapter, patch_model
 from rope_patch.adapters.sidecar import CONFIG_MARK
 from rope_patch.views import Uniform
 
-OTHER_ROPE = "was trained with RoPE .*'yarn'.*, and this model has .* Load it on a base model of its own"
+OTHER_ROPE = "was trained with RoPE .*'yarn'.*, and this model has .* Load it on a separate base model"
 
 
 def model_of(method):

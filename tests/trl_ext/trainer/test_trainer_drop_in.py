@@ -106,7 +106,7 @@ YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({**YARN, "objective": "self-distill", "objective_args": {"teacher": "native"}}, "have no view"),
+        ({**YARN, "objective": "self-distill", "objective_args": {"teacher": "native"}}, "have none: use"),
         ({"shifted_attention": 0.5, "max_length": 64}, "they do not say where documents begin"),
         ({"objective_args": {"longce": {"short_context": 8, "stride": 4}}}, "without its images"),
     ],
