@@ -268,7 +268,7 @@ class Objective:
         return self.teacher
 
     def _make_loss(self, model: nn.Module) -> ForwardLoss:
-        """What computes the loss while a forward with a request runs."""
+        """Make what computes the loss in a forward that gets a request."""
         raise NotImplementedError
 
     def _request(self, inputs: dict[str, Any], read: Any, counts: dict[str, int]) -> Any:
