@@ -286,5 +286,5 @@ def test_what_is_no_control_is_refused():
         SelfDistiller(patch_model(tiny(), "skip"), ViewConsistency(), control=Control(kind="dropout"))
     flash = tiny()
     flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="attention_noise changes scores, which 'flash_attention_2' does not let"):
+    with pytest.raises(ValueError, match="attention_noise changes scores, which 'flash_attention_2' does not allow"):
         SelfDistiller(flash, ViewConsistency(), control=Control(kind="attention_noise"))
