@@ -12,7 +12,7 @@ from types import FrameType
 
 
 def frames(thread: threading.Thread | None = None) -> Iterator[FrameType]:
-    """The frames of the calls in progress in this thread or in `thread`, innermost first; none if it has ended.
+    """The stack frames of this thread or of `thread`, innermost first; none if it has ended.
 
     For this thread, the first frame is the caller of the function that iterates. A function that kept its own frame in
     a variable would be a cycle, in memory with all its locals until garbage collection.
