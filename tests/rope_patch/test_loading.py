@@ -149,7 +149,7 @@ def test_a_second_adapter_of_another_rope_is_refused(tmp_path, caplog):
     get_peft_model(fresh(tmp_path), config).save_pretrained(tmp_path / "unknown")
     model, ids = load_adapter(fresh(tmp_path), first), tokens(1, 100)
     for copied in (model, copy.deepcopy(model)):
-        with pytest.raises(ValueError, match="'default'}, and this model has .*'yarn'.* holds for all"):
+        with pytest.raises(ValueError, match="'default'}, and this model has .*'yarn'.* all of its adapters share"):
             copied.load_adapter(tmp_path / "ntk", "other")
         assert list(copied.peft_config) == ["default"]
     model.load_adapter(first, "again")
