@@ -35,7 +35,9 @@ def described(value: Any) -> str:
         return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
     if isinstance(value, dict):
         return f"By name: {', '.join(f'`{name}`' for name in value)}."
-    return "The version of the package." if isinstance(value, str) else f"A `{type(value).__name__}`."
+    if isinstance(value, str):
+        return "The version of the package." if value[0].isdigit() else f"The text `{value}`."
+    return f"A `{type(value).__name__}`."
 
 
 def rows(module: ModuleType) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a model's RoPE is, in words."""
+"""A description of a model's RoPE: its parameters, its patches and what its family cannot do."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +21,18 @@ class RopeDescription:
     Args:
         model: class of the model.
         patched: whether any patch is on.
-        rope_parameters: those in force, as Transformers writes it.
+        rope_parameters: those in force, in the form of Transformers' config.
         native_rope_parameters: those that the model came with.
-        rescaling: the rescaling in force, or None; one on top of a loaded adapter's stands behind it.
+        rescaling: the rescaling in force, or None; the rescaling of a loaded adapter comes first.
         view: the view that is sampled, or None.
-        when: in which forwards.
-        local_layers: layer types that a view leaves at true positions, where others have RoPE too.
+        when: in which forwards the view is sampled, or None.
+        local_layers: sliding or chunked layer types, which a view leaves at true positions.
         modules: names of the rotary modules.
-        trained_window: positions that the model came with; None if its config names none.
-        target_window: positions that its config now promises.
-        keeps_window: whether a rescaling is in force that leaves the config's window as it was.
-        missing_capabilities: what its family cannot do -> why; what is not named works.
-        adapters: names of PEFT adapters, which are saved with the RoPE specification beside them.
+        trained_window: context window that the model came with, in positions; None if its config names none.
+        target_window: context window that its config now declares.
+        keeps_window: whether the rescaling in force leaves the window of the config unchanged.
+        missing_capabilities: what its family cannot do -> why; all else works.
+        adapters: names of PEFT adapters.
     """
 
     model: str
@@ -66,25 +66,23 @@ class RopeDescription:
             lines.insert(2, f"  native          {_parameters_text(self.native_rope_parameters)}")
         lines += [f"  not possible    {what}: {reason}" for what, reason in self.missing_capabilities.items()]
         if self.adapters:
-            # PEFT keeps no trace of the folder that an adapter was loaded from, so what lies in it is not known here
+            # PEFT does not record the folder of an adapter, so we cannot look for a sidecar here
             kept = (
                 f"saved with RoPE beside them, in {SIDECAR_NAME}"
                 if self.patched
-                else f"on the base model's own RoPE, which is right if they were trained on it. If {SIDECAR_NAME} lies "
-                "beside one, it was trained with another: load it with rope_patch.load_adapter"
+                else f"on the base model's own RoPE. An adapter whose folder has {SIDECAR_NAME} was trained with "
+                "another one: load it with rope_patch.load_adapter"
             )
             lines.append(f"  adapters        {', '.join(self.adapters)} ({kept})")
         return "\n".join(lines)
 
 
-_OLD_WINDOW = (
-    "programs that serve the model stop there; a rescaling that takes max_position_embeddings can name another"
-)
+_OLD_WINDOW = "programs that serve the model stop there; a rescaling with max_position_embeddings can write another"
 _WHEN = {"train": "training forwards", "always": "every forward", None: ""}
 
 
 def describe(model: nn.Module) -> RopeDescription:
-    """The RoPE parameters and the view in force on `model`, what was patched, its trained and its target window."""
+    """Describe the RoPE of `model`: its parameters, view and patches, its trained and target context window."""
     decoder = find_decoder(model)
     state = state_of(decoder)
     config = decoder.config

@@ -32,36 +32,33 @@ logger = logging.get_logger(__name__)
 
 _FOLDER = "_rope_patch_adapter_folder"
 LOAD_CHANGED_BASE = (
-    "If its training changed the base model, as by resize_token_embeddings, load the changed one, put the adapter on "
-    "it with load_adapter, and give rope_patch.export the model."
+    "If training changed the base model, e.g. by resize_token_embeddings, load that changed model, add the adapter "
+    "with load_adapter, and pass the model to rope_patch.export."
 )
 
 
 def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kwargs: Any) -> "PeftModel":
-    """Load the adapter in `directory` onto `model` and rescale its RoPE as it was when the adapter was trained.
+    """Load the adapter in `directory` onto `model`, with the RoPE that it was trained with.
 
-    A view with when="always", which changes inference, is put on again; one of training forwards is not. A later
-    `patch_model` with a rescaling starts from there, as it does on the merged checkpoint: ABF's base stays
-    under YaRN on top. `native_rope` still means the base model's RoPE parameters, and `unpatch_model` goes back to
-    them.
+    A view with when="always", which changes inference, is restored; a view of training forwards is not. A later
+    rescaling by `patch_model` starts from the adapter's RoPE: YaRN on top of ABF keeps the base of ABF. `native_rope`
+    and `unpatch_model` still use the base model's own RoPE parameters.
 
-    Tokens that were added before the training are added here too: the embeddings get as many rows as those that the
-    adapter brings. The model gets the generation config beside the adapter and the special tokens of the tokenizer
-    there, and `export` takes that tokenizer along.
+    If tokens were added before training, the embeddings grow to the size that the adapter has. The model also gets the
+    generation config and the special tokens that were saved with the adapter, and `export` copies that tokenizer.
 
     Args:
         model: the base model, not patched.
-        directory: where a patched PEFT model was saved: an adapter with `rope_patch.json` beside it. A `~` in front is
-            the user's home.
+        directory: folder of the adapter, with `rope_patch.json` in it. A leading `~` is the user's home.
         **kwargs: passed to `peft.PeftModel.from_pretrained`, e.g. is_trainable=True, or subfolder="b" for an adapter
-            that was saved under a name of its own, "b".
+            that was saved under the name "b".
 
     Raises:
         ImportError: PEFT is not installed.
-        FileNotFoundError: there is no such directory, or no specification lies beside the adapter.
-        ValueError: the model is patched already, or came with other RoPE parameters than the adapter's base model; or
-            the specification is damaged, is that of other weights, or names a rescaling that makes other RoPE
-            parameters today than when the adapter was trained.
+        FileNotFoundError: there is no such directory, or no `rope_patch.json` in it.
+        ValueError: the model is patched, or has other RoPE parameters than the adapter's base model; or
+            `rope_patch.json` is damaged, belongs to other weights, or its rescaling gives other RoPE parameters in
+            this version.
     """
     try:
         from peft import PeftModel
@@ -71,7 +68,7 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     subfolder = kwargs.get("subfolder")
     beside = os.path.join(directory, subfolder) if subfolder else directory
     specification = read_sidecar(beside)
-    if Path(beside, "adapter_config.json").is_file():  # PEFT says where it is not
+    if Path(beside, "adapter_config.json").is_file():  # if it is missing, PEFT raises
         read_adapter_config(Path(beside))
     decoder = find_decoder(model)
     if state_of(decoder) is not None:
@@ -108,10 +105,10 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
 
 
 def fit_embeddings(model: Any, folder: Path) -> None:
-    """Give the embeddings of a base model as many rows as those that the adapter in `folder` brings.
+    """Resize the embeddings of a base model to the size that the adapter in `folder` has.
 
     Raises:
-        ValueError: it brings only those at one end of the model, and rows at the other would be random ones.
+        ValueError: the adapter has new rows for input or output embeddings only, and the others would be random.
     """
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     weights = {name: module.weight for name, module in model.named_modules() if module in ends}
@@ -120,7 +117,7 @@ def fit_embeddings(model: Any, folder: Path) -> None:
     )
     brought = {match[1]: shape[0] for n, shape in shapes_in_folder(folder).items() if (match := saved_as.fullmatch(n))}
     rows, now = set(brought.values()), _rows_of(model)
-    if rows <= {now} or len(rows) > 1:  # PEFT tells of two lengths
+    if rows <= {now} or len(rows) > 1:  # PEFT raises for two sizes
         return
     tied = {id(weights[name]) for name in brought}
     random = [name for name, weight in weights.items() if name not in brought and id(weight) not in tied]
@@ -134,16 +131,16 @@ def fit_embeddings(model: Any, folder: Path) -> None:
 
 
 def _rows_of(model: Any) -> int:
-    """Rows of its embeddings; those themselves may be shards (DeepSpeed ZeRO-3)."""
+    """Rows of the embeddings, from the config: under DeepSpeed ZeRO-3 the weights themselves are shards."""
     rows: int = model.config.get_text_config(decoder=True).vocab_size
     return rows
 
 
 def take_along(model: Any, folder: Path) -> None:
-    """Let `model` know what was saved beside the adapter in `folder`, as the model had it that was trained.
+    """Give `model` the generation config and special tokens that were saved with the adapter in `folder`.
 
     Raises:
-        ValueError: the tokenizer there has tokens that `model` has no embeddings of.
+        ValueError: the tokenizer there has tokens without an embedding in `model`.
     """
     causal_lm: Any = find_causal_lm(model)
     setattr(causal_lm, _FOLDER, str(folder.absolute()))
@@ -155,52 +152,54 @@ def take_along(model: Any, folder: Path) -> None:
     try:
         tokenizer = load_pretrained(AutoTokenizer, folder)
         last = max(tokenizer.get_vocab().values())
-    except Exception as error:  # of many kinds: tokenizers raises Exception itself
-        logger.warning(f"The tokenizer in {folder} cannot be read, so that special tokens stay the base's: {error}")
+    except Exception as error:  # the tokenizers package raises plain Exception
+        logger.warning(
+            f"The tokenizer in {folder} cannot be read. The model keeps the special tokens of its base: {error}"
+        )
         return
     if last >= _rows_of(causal_lm):
         raise ValueError(
             f"the tokenizer in {folder} has tokens up to ID {last}, the base model has {_rows_of(causal_lm)} rows of "
             f"embeddings, and the adapter brings no others. {LOAD_CHANGED_BASE}"
         )
-    from transformers.trainer_utils import align_special_tokens  # with which come many packages
+    from transformers.trainer_utils import align_special_tokens  # slow to import
 
     align_special_tokens(causal_lm, tokenizer)  # as Trainer did before the training
 
 
 def adapter_folder_of(model: Any) -> Path | None:
-    """The folder that the adapter on `model` was loaded from, merged by now or not; None where that is not known."""
+    """The folder that the adapter on `model` was loaded from, also after merging; None if it is not known."""
     folder = getattr(find_causal_lm(model), _FOLDER, None)
     if folder is not None and not Path(folder).is_dir():
         logger.warning(
-            f"{folder}, which an adapter was loaded from, is gone: what lay beside it is the base model's now."
+            f"{folder}, from which an adapter was loaded, is gone: files of the base model are used instead."
         )
         return None
     return None if folder is None else Path(folder)
 
 
 def _require_own_weights(directory: str | os.PathLike[str], specification: dict[str, Any]) -> None:
-    """Raise ValueError if the adapter was saved anew, by a model without patches, which leaves the specification."""
+    """Raise ValueError if `rope_patch.json` is older than the weights: a model without patches saved over them."""
     recorded, digest = specification.get("adapter_weights"), digest_of_folder(directory)
     if None not in (recorded, digest) and recorded != digest:  # PEFT says which weights are missing
         raise ValueError(
-            f"{SIDECAR_NAME} in {directory} does not belong to the weights beside it, which were saved later, or "
-            "changed. If they were trained without rope_patch, delete the file and use PeftModel.from_pretrained; if "
-            'they were trained with the RoPE that it names, set its "adapter_weights" to null.'
+            f"{SIDECAR_NAME} in {directory} does not belong to the weights beside it, which were saved later "
+            "or changed. If they were trained without rope_patch, delete the file and use PeftModel.from_pretrained; "
+            'if they were trained with the RoPE that it names, set its "adapter_weights" to null.'
         )
 
 
 def _require_recorded_rope(decoder: Any, specification: dict[str, Any], directory: str) -> None:
-    """Raise ValueError if the rescalings make another model now than that which the adapter was trained on.
+    """Raise ValueError if the rescalings now give other RoPE parameters than in the adapter's training.
 
-    They did in versions before 'abf' with a window kept the attention factor of a LongRoPE that names no factor.
+    An older version did so: 'abf' with a window dropped the attention factor of a LongRoPE that names no factor.
     """
     recorded: tuple[Any, Any] = (specification["rope_parameters"], specification["max_position_embeddings"])
     made: tuple[Any, Any] = (decoder.config.rope_parameters, getattr(decoder.config, "max_position_embeddings", None))
     if with_factors(*recorded) != with_factors(*made):
         raise ValueError(
             f"the adapter in {directory} was trained with RoPE {recorded[0]} and a window of {recorded[1]} positions, "
-            f"by rope-patch {specification['rope_patch_version']}. Its rescaling now makes {made[0]} and {made[1]}, "
+            f"by rope-patch {specification['rope_patch_version']}. Its rescaling now gives {made[0]} and {made[1]}, "
             "which is another model. Load it with the version that trained it, and save what merge_and_unload() "
             "returns."
         )

@@ -1,4 +1,4 @@
-"""From a method's name and options, as a user or a recipe gives them, to the object that does it."""
+"""Make a view or a rescaling from its name and options."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def list_methods() -> list[str]:
 
 
 def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | None = None) -> View | Rescaling:
-    """The view or rescaling that a name and its options, or an instance, stand for.
+    """Make the view or rescaling of this name with these options; an instance is returned as it is.
 
     Raises:
         ValueError: unknown name or option, a required option that is missing, or a value out of its range.
@@ -28,7 +28,7 @@ def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | Non
 
 
 def resolve_rescaling(rescaling: str | Rescaling, options: dict[str, Any] | None = None) -> Rescaling:
-    """The rescaling that a name and its options, or an instance, stand for; errors as of `resolve_method`."""
+    """Make the rescaling of this name with these options; errors are those of `resolve_method`."""
     refuse_name_of(VIEWS, RESCALINGS, rescaling)
     resolved = resolve("rescaling", RESCALINGS, (Rescaling,), rescaling, options)
     assert isinstance(resolved, Rescaling)

@@ -15,23 +15,23 @@ from transformers.utils import logging
 from .adapters.watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
 from .families.capabilities import why_fixed_frequencies, why_no_layers_apart, why_no_native_rope, why_no_views
 from .families.local_layers import LocalLayers
-from .forward.config_agrees import require_frequencies_of_config, require_one_config, require_saved_rope, text_config
+from .forward.config_checks import require_frequencies_of_config, require_one_config, require_saved_rope, text_config
 from .forward.hooks import attach_hooks, detach_hooks, is_checkpointing
 from .forward.sources import TableSource, ViewSource
 from .forward.state import STATE_ATTRIBUTE, RopeState, When, inside_native_rope, state_of
 from .methods import resolve_method, resolve_view
 from .rescalings import Rescaling
-from .rescalings.in_place import RopeParameters, healed, names_no_window, own_config, rescaled
+from .rescalings.in_place import RopeParameters, names_no_window, own_config, rescaled, restored_to_float32
 from .rope.rotary import (
     configs_of_forwards,
     find_causal_lm,
     find_decoder,
-    grows_with_rows,
+    is_dynamic,
+    is_longrope,
     layers_call_rotary,
     named_rotary_modules,
     rope_types,
     rotary_by_name,
-    switches_by_row,
 )
 from .views import View
 from .views.base import MAX_INDEX
@@ -40,27 +40,27 @@ M = TypeVar("M", bound=nn.Module)
 
 logger = logging.get_logger(__name__)
 
-# native_rope blocks that are open on a decoder without patches, which has no state to count them in
+# open native_rope blocks on a decoder without patches, which has no RopeState to count them in
 _NATIVE_WITHOUT_PATCH: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 
-# the last block of one thread takes the hooks off that the first block of another may be about to use
+# serialises attach and detach: one thread's last block must not remove hooks that another's first block relies on
 _BLOCKS = threading.RLock()
 
 
 def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when: When = "train", **options: Any) -> M:
     """Patch a loaded model in place: rescale its RoPE frequencies, or sample a view of its RoPE indices.
 
-    A rescaling takes effect at once and is written into the config, of which the model gets a copy of its own, so that
-    `save_pretrained` gives a plain checkpoint that loads to the same logits without this package. A second rescaling
-    replaces the first: both start from the RoPE that the model came with or, after `load_adapter`, from the one
-    that the adapter was trained with, as on the merged checkpoint. A view is drawn anew in every training forward and
-    leaves no trace in what is saved; a second view replaces the first. A rescaling and a view compose.
+    A rescaling (RoPE scaling) takes effect at once. It is written into the model's own copy of the config, so
+    `save_pretrained` writes a plain checkpoint that gives the same logits without this package. A second rescaling
+    replaces the first: both start from the RoPE that the model came with or, after `load_adapter`, from the RoPE that
+    the adapter was trained with. A view is drawn anew in every training forward and is not saved; a second view
+    replaces the first. A model can have a rescaling and a view.
 
     Args:
         model: any Transformers causal LM with RoPE, in any dtype or quantised, bare or wrapped by PEFT.
         method: a name from `list_methods()`, or an instance such as `Skip(skip=Uniform(1, 4096))`.
         seed: of a view's draws, which depend on (seed, step, sample) alone.
-        when: "train" samples a view in forwards of a model in training mode only, "always" in all.
+        when: "train" samples a view only while the model is in training mode, "always" in every forward.
         **options: arguments of the method, if it is given by name.
 
     Returns:
@@ -68,7 +68,7 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
 
     Raises:
         ValueError: unknown method or option, an option out of its range, or a model that cannot be patched this way.
-            The model is as it was.
+            The model is unchanged.
     """
     if isinstance(method, nn.Module) and not isinstance(model, nn.Module):
         raise ValueError(
@@ -80,7 +80,7 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
         raise ValueError(f"when must be one of {get_args(When)}, got {when!r}.")
     if isinstance(chosen, Rescaling) and (seed, when) != (0, "train"):
         raise ValueError(
-            f"seed and when belong to views; rescaling {chosen.name!r} is always in force and draws nothing."
+            f"seed and when are arguments of views; rescaling {chosen.name!r} takes neither: leave them out."
         )
     decoder = find_decoder(model)
     if _NATIVE_WITHOUT_PATCH.get(decoder):
@@ -112,13 +112,13 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
         parameters.write(decoder)
         if names_no_window(chosen, parameters.max_position_embeddings):
             remedy = (
-                f"pass max_position_embeddings to {chosen.name!r} to name another"
+                f"pass max_position_embeddings to {chosen.name!r} to write another"
                 if hasattr(chosen, "max_position_embeddings")
-                else f"{chosen.name!r} can name no other"
+                else f"{chosen.name!r} cannot write another"
             )
             logger.warning(
-                f"The config goes on to declare the window of {parameters.max_position_embeddings} positions, where "
-                f"programs that serve the model stop: {remedy}."
+                f"The config still has max_position_embeddings={parameters.max_position_embeddings}, where programs "
+                f"that serve the model stop: {remedy}."
             )
     else:
         _refuse_dynamic(_types(decoder), chosen)
@@ -131,7 +131,7 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
 
 
 def unpatch_model(model: M) -> M:
-    """Take every patch off: config, frequencies and forward are bit for bit what they were before the first.
+    """Remove every patch: config, frequencies and forward are bit for bit what they were before the first one.
 
     Returns:
         The same object, also if it was not patched.
@@ -144,7 +144,7 @@ def unpatch_model(model: M) -> M:
             raise ValueError("unpatch_model was called inside rope_view: leave the block first.")
         if state.rescalings:
             require_no_decoder_in_adapters(find_causal_lm(model))
-        outer = text_config(find_causal_lm(model), decoder)  # another object where it was replaced since
+        outer = text_config(find_causal_lm(model), decoder)  # may be another object, if it was replaced since
         if getattr(outer, "rope_parameters", None) == state.current.rope_parameters:
             state.original.write_config(outer)
         state.original.write(decoder)
@@ -153,7 +153,7 @@ def unpatch_model(model: M) -> M:
 
 
 def view_source(model: nn.Module) -> ViewSource | None:
-    """The view that `patch_model` put on `model`, with the clock that keys its draws and its last draws."""
+    """The view that `patch_model` put on `model`, with its last draws and the clock that its draws depend on."""
     state = state_of(find_decoder(model))
     return None if state is None else state.source
 
@@ -162,26 +162,25 @@ def view_source(model: nn.Module) -> ViewSource | None:
 def rope_view(
     model: nn.Module, view: str | View | None = None, *, index: torch.Tensor | None = None, seed: int = 0
 ) -> Iterator[View | None]:
-    """Give the forwards inside the block a view, or explicit RoPE indices, in training and in evaluation.
+    """Run the forwards inside the block under a view, or with explicit RoPE indices, in training and in evaluation.
 
-    Causality, padding and packing stay those of the tokens: only the index that RoPE sees changes. Sliding and chunked
-    layers stay at true positions where full-attention layers have RoPE too. A view that draws does so once a forward;
-    tokens decoded with a cache keep the draws of the forward that filled it. Each block begins to draw anew from its
-    seed: a loop that opens one for each step gives it `seed=step`. Blocks nest, the innermost decides.
-    Backward may run after the block.
+    Only the index that RoPE sees changes; causality, padding and packing do not. Sliding and chunked layers stay at
+    true positions if full-attention layers have RoPE too. A random view draws once a forward; tokens decoded with a
+    cache keep the draws of the forward that filled it. Each block starts its draws from its seed, so a loop that opens
+    one block a step passes `seed=step`. Blocks nest, and the innermost decides. Backward may run after the block.
 
     Args:
         model: a model with RoPE, patched or not.
         view: a view or its name.
         index: instead of a view, RoPE indices [batch, seq_len], int or float, for the tokens of the forward; with a
-            cache, for all tokens since it was empty.
+            cache, for all tokens since the cache was empty.
         seed: of the view's draws.
 
     Raises:
-        ValueError: neither or both of view and index, or an index that the forward's tokens or float32 cannot take.
+        ValueError: neither or both of view and index, or an index that does not fit the forward's tokens or float32.
     """
     if (view is None) == (index is None):
-        raise ValueError("rope_view needs a view or index=..., and not both.")
+        raise ValueError("rope_view needs either a view or index=...")
     chosen: View | None = None
     source: ViewSource | TableSource
     if index is None:
@@ -221,21 +220,20 @@ def _open_block(model: nn.Module, decoder: PreTrainedModel, source: ViewSource |
 
 @contextmanager
 def native_rope(model: nn.Module) -> Iterator[None]:
-    """Put the RoPE parameters that the model was trained with in force for the block, whatever rescaling is applied.
+    """Run the block with the RoPE parameters that the model was pretrained with, without its rescaling.
 
-    Views stay in force; the config, and so what would be saved, stays rescaled. Run passes inside it under
-    `torch.no_grad()` (a teacher), or run their backward inside it too: a family that folds YaRN's factor into its
-    softmax scale reads that scale again when a checkpointed layer is recomputed. Every thread that runs the model meets
-    the native RoPE parameters meanwhile. Blocks nest, and may end in any order.
+    Views stay in force, and so does the config. Run forwards in the block under `torch.no_grad()` (a teacher), or run
+    their backward in it too: some families fold YaRN's factor into the softmax scale, and gradient checkpointing reads
+    that scale again in backward. All threads that run the model see the native parameters meanwhile. Blocks nest and
+    may end in any order.
 
     Raises:
-        ValueError: inside the block, for what would take the RoPE parameters away: patching, unpatching, copying,
-            pickling; at its begin, if the model is rescaled, and of a family that reads its RoPE parameters from the
-            config in every forward.
+        ValueError: patching, unpatching, copying or pickling the model inside the block; or the model is rescaled and
+            its family reads RoPE parameters from the config in every forward.
     """
     decoder = find_decoder(model)
     state = state_of(decoder)
-    if state is None:  # those in force are the native ones, and stay so
+    if state is None:  # no patch: the parameters in force are the native ones
         _NATIVE_WITHOUT_PATCH[decoder] = _NATIVE_WITHOUT_PATCH.get(decoder, 0) + 1
         try:
             yield
@@ -246,7 +244,7 @@ def native_rope(model: nn.Module) -> Iterator[None]:
     if reason is not None and state.rescalings:
         raise ValueError(reason)
     if state.native_blocks == 0:
-        # the modules may have moved on since: dynamic RoPE types keep frequencies of their last forward
+        # read them from the modules: dynamic RoPE types keep the frequencies of their last forward
         in_force = RopeParameters.of(decoder)
         state.beside_native = (state.current, in_force, _give_configs(decoder, state.native_configs))
     state.native_blocks += 1
@@ -265,10 +263,10 @@ def native_rope(model: nn.Module) -> Iterator[None]:
 
 
 def _give_configs(decoder: nn.Module, configs: dict[str, Any]) -> dict[str, Any]:
-    """Let rotary modules read these configs, by module name; that of the decoder, which is saved, stays.
+    """Give rotary modules these configs, by module name; the config of the decoder, which is saved, stays.
 
     Returns:
-        What they read before.
+        The configs that they had before.
     """
     if not configs:
         return {}
@@ -281,24 +279,25 @@ def _give_configs(decoder: nn.Module, configs: dict[str, Any]) -> dict[str, Any]
 
 @torch.compiler.disable
 def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
-    """Take off what only blocks have put on, once the last of them ends, whatever order they end in."""
+    """Remove the hooks of a model that only blocks have patched, when the last block ends."""
     with _BLOCKS:
         in_use = state.overrides or state.native_blocks or state.source is not None or state.rescalings
         if state.temporary and not in_use and state_of(decoder) is state:
             state.original.write(decoder)
-            # Transformers 5.17 runs the hooks of a checkpointed layer again in backward, which may come after the block
+            # Transformers 5.17 runs hooks of a checkpointed layer again in backward, which may come after the block
             _uninstall(model, decoder, layers=not is_checkpointing(decoder))
 
 
 def _normal_tensors() -> AbstractContextManager[None]:
-    """What a model keeps is made outside of inference mode, whose tensors no later training may use."""
+    """Leave inference mode for tensors that the model keeps: training cannot use inference tensors."""
     return torch.inference_mode(False)
 
 
 def _new_state(decoder: PreTrainedModel) -> RopeState:
     original = RopeParameters.of(decoder)
-    native = healed(original, decoder)
-    if any(native.rotary[name] is not rotary for name, rotary in original.rotary.items()):  # the config has healed it
+    native = restored_to_float32(original, decoder)
+    # frequencies were restored from the config: only right if the config is the one that the model was built from
+    if any(native.rotary[name] is not rotary for name, rotary in original.rotary.items()):
         require_frequencies_of_config(original, decoder)
     return RopeState(
         original,
@@ -330,10 +329,10 @@ def _types(decoder: nn.Module) -> set[str]:
 
 
 def _refuse_dynamic(types: set[str], view: View | None) -> None:
-    if any(map(grows_with_rows, types)) and (view is None or view.perturbs):
+    if any(map(is_dynamic, types)) and (view is None or view.perturbs):
         raise ValueError(
-            "rope type 'dynamic' picks its frequencies by the longest row so far and keeps them for the next forward, "
-            "so a training view on top of it would change more than positions. Rescale with 'ntk' or 'yarn' instead."
+            "rope type 'dynamic' chooses its frequencies by the longest sequence so far and keeps them for the next "
+            "forward, so a training view would change more than positions. Rescale with 'ntk' or 'yarn' instead."
         )
 
 
@@ -341,15 +340,15 @@ def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> Non
     fixed = why_fixed_frequencies(decoder)
     if fixed is None or (view is not None and not view.perturbs):
         return
-    if any(map(switches_by_row, types)) or (view is not None and view.rescales):
+    if any(map(is_longrope, types)) or (view is not None and view.rescales):
         raise ValueError(
-            f"{fixed}, with 'longrope' by the largest index, so a view there would change more than positions, and a "
-            "view of frequencies nothing."
+            f"{fixed}. A view with 'longrope' would change these frequencies too, and a view of frequencies would have "
+            "no effect: use another view or rescaling."
         )
 
 
 def _refuse_without_layers(decoder: PreTrainedModel, view: View | None) -> None:
-    """Raise unless the model has layers that the view acts on."""
+    """Raise ValueError unless the model has layers that the view can act on."""
     state = state_of(decoder)
     local = LocalLayers.of(decoder) if state is None else state.local
     if view is None or view.perturbs:
@@ -370,11 +369,11 @@ def _checked_index(index: torch.Tensor) -> torch.Tensor:
     if not isinstance(index, torch.Tensor) or index.ndim != 2 or index.dtype not in _INDEX_TYPES or not index.numel():
         what = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, torch.Tensor) else repr(type(index))
         raise ValueError(
-            "index must be a tensor [batch, seq_len] of one number or more, of int16, int32, int64, float32 or float64 "
-            f"(16-bit floats hold no position beyond 2048 exactly, others fewer or none), got {what}."
+            "index must be a non-empty tensor [batch, seq_len] of int16, int32, int64, float32 or float64 (16-bit "
+            f"floats are not exact beyond position 2048), got {what}."
         )
     low, high = index.min().item(), index.max().item()
-    if not (-MAX_INDEX <= low and high <= MAX_INDEX):  # also where either is NaN
+    if not (-MAX_INDEX <= low and high <= MAX_INDEX):  # NaN fails the comparison too
         raise ValueError(
             f"index must be finite and within +-{MAX_INDEX} (2**24), beyond which float32 is not exact, "
             f"got values in [{low}, {high}]."

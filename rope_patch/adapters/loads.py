@@ -1,7 +1,7 @@
-"""An adapter that is loaded onto a patched model was trained with the RoPE of the model, whoever loads it.
+"""Checks that an adapter which PEFT or Transformers loads onto a patched model was trained with the model's RoPE.
 
-PEFT and Transformers know nothing of RoPE when they load. Both ask the decoder for its modules before they change the
-model; the call that loads is then among those in progress.
+Neither looks at RoPE when it loads. Both ask the decoder for its modules before they change the model, and the check
+runs there: it finds the loading call on the Python stack.
 """
 
 import os
@@ -40,7 +40,7 @@ def require_rope_of_loads(state: RopeState) -> None:
 
 
 def _loads_in_progress() -> Iterator[tuple[str | os.PathLike[str], dict[str, Any]]]:
-    """The folder or repository of each adapter that is being loaded, and what was said of where on the hub it lies."""
+    """The folder or repository of each adapter that is being loaded, and its arguments for the hub."""
     for frame in frames():
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         argument = _LOADS.get((package, frame.f_code.co_name))
@@ -56,10 +56,9 @@ def _loads_in_progress() -> Iterator[tuple[str | os.PathLike[str], dict[str, Any
 
 
 def _from_hub(repository: str, subfolder: str, of_hub: dict[str, Any]) -> Path | None:
-    """The folder of an adapter in the cache of the hub, with its specification if it has one; None if it is not there.
+    """The folder of an adapter in the hub's cache, after downloading its sidecar if it has one; None if not cached.
 
-    Whoever loads it has its config already, and an answer that it has no specification is kept in the cache too: the
-    hub is asked once.
+    The loading call has already cached the config. A missing sidecar is cached as missing, so the hub is asked once.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
@@ -68,15 +67,15 @@ def _from_hub(repository: str, subfolder: str, of_hub: dict[str, Any]) -> Path |
     inside = f"{subfolder}/" if subfolder else ""
     try:
         config = try_to_load_from_cache(repository, inside + _CONFIG, **at)
-    except HFValidationError:  # a folder that is none
+    except HFValidationError:  # a path, not a repository
         return None
     if not isinstance(config, str):
         return None
     if try_to_load_from_cache(repository, inside + SIDECAR_NAME, **at) is None:
         try:
             hf_hub_download(repository, inside + SIDECAR_NAME, **of_hub)
-        except EntryNotFoundError:  # without a network too: then nobody knows, which the caller warns of
+        except EntryNotFoundError:  # also raised without a network: the caller warns that the RoPE is unknown
             pass
         except (HfHubHTTPError, OSError) as error:
-            logger.warning_once(f"Whether {repository} has a {inside}{SIDECAR_NAME} could not be asked: {error}")
+            logger.warning_once(f"The hub did not tell whether {repository} has a {inside}{SIDECAR_NAME}: {error}")
     return Path(config).parent

@@ -1,13 +1,13 @@
-"""Every adapter on a patched model writes `rope_patch.json` when it is saved, however and whenever it came there.
+"""Makes every adapter on a patched model write `rope_patch.json` when it is saved.
 
-PEFT asks the adapter's config to save itself. The config gets a cover that writes the specification too: at the patch,
-and whenever the decoder is asked for its modules, as PEFT does in each save, also where it is given the weights
-(DeepSpeed ZeRO-3); by then the wrappers are known. A whole model that is saved with such
-weights goes through its own `save_pretrained`, which gets a cover too, once somebody has asked it for its weights.
+PEFT calls `save_pretrained` of the adapter's config. We cover that method of the instance, so that it also writes the
+sidecar: when the model is patched, and whenever the decoder is asked for its modules. PEFT does so in each save, even
+if it is passed the weights (DeepSpeed ZeRO-3), and then the wrappers around the decoder are on the stack. A whole model
+that is saved with such weights gets a cover of its own `save_pretrained`, once its weights were asked for.
 
-Which model is being saved is read from the stack frames of the calls in progress. A prototype without them, which
-covered adapters at the patch alone, lost the sidecar of 64 adapters in 209 tests: of those added to a model after the
-patch, on wrappers that nobody had named, or saved from weights that were gathered elsewhere.
+The model that is being saved is found on the Python stack. A prototype that only covered adapters when the model was
+patched lost 64 sidecars in 209 tests: of adapters that were added later, that sat on wrappers we were not given, or
+that were saved from gathered weights.
 """
 
 import copy
@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..base.call_stack import frames
-from ..forward.config_agrees import require_saved_rope
+from ..forward.config_checks import require_saved_rope
 from ..forward.state import RopeState, state_of
 from ..rope.rotary import find_causal_lm, find_decoder
 from .loads import require_rope_of_loads
@@ -33,12 +33,12 @@ from .weights import digest, digest_of_folder
 
 
 class _SaveWithSidecar:
-    """Stands in for `save_pretrained` of one `PeftConfig`, which PEFT calls with the folder of its adapter.
+    """Replaces `save_pretrained` of one `PeftConfig`, which PEFT calls with the folder of its adapter.
 
     Args:
         peft_config: the config.
-        causal_lm: the model with the config. Weak: a model that held itself through its configs would stay in memory
-            until the garbage collector comes by.
+        causal_lm: the model with the config. It is held weakly: a strong reference would be a cycle, and keep the model
+            in memory until garbage collection.
     """
 
     def __init__(self, peft_config: Any, causal_lm: nn.Module | None) -> None:
@@ -48,13 +48,13 @@ class _SaveWithSidecar:
 
     def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         type(self.peft_config).save_pretrained(self.peft_config, save_directory, **kwargs)
-        # one config may be that of adapters on several models: it is saved for the one that asks
+        # several models may share a config: take the one that is being saved
         model = next((m for m in _callers() if hasattr(m, "peft_config")), None)
         owner = self.causal_lm() if model is None else model
         state = None if owner is None else _state_to_save(owner)
         path = Path(save_directory) / SIDECAR_NAME
         if state is None:
-            path.unlink(missing_ok=True)  # of what was saved here before
+            path.unlink(missing_ok=True)  # may be left from an earlier save
             return
         if isinstance(model, PreTrainedModel):  # Transformers writes the weights after the config, PEFT before
             saved: Any = model
@@ -82,7 +82,7 @@ class _SaveWithSidecar:
 
 
 class _OfModel:
-    """What is kept on a model and knows it. Weakly, as configs do; a copy belongs to the copy of the model."""
+    """Base of objects that sit on a model and refer to it weakly; a copy of the model gets its own."""
 
     def __init__(self, causal_lm: nn.Module | None) -> None:
         self.causal_lm = _weak(causal_lm)
@@ -98,18 +98,20 @@ class _OfModel:
 
 
 class _TraversalWatch(_OfModel):
-    """Stands in for `named_modules` of one decoder: finds adapters and models around it that nobody named to us.
+    """Replaces `named_modules` of one decoder, to find the adapters and wrappers around it.
 
-    PEFT goes through all modules of what it saves, also where it is given the weights, as DeepSpeed ZeRO-3 gathers
-    them, and nothing else of such a save meets the decoder. Each module asks those in it, so that the calls in progress
-    are those of the modules around. It goes through all before it loads an adapter, too, which is checked here.
+    PEFT walks through all modules of what it saves. If it is passed the weights, as under DeepSpeed ZeRO-3, nothing
+    else of the save reaches the decoder. The walk is recursive, so modules around the decoder are on the stack. PEFT
+    also walks through all modules before it loads an adapter, and the adapter's RoPE is checked here.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         decoder: Any = self.causal_lm()
         if decoder is None:
             raise ReferenceError("the model of this named_modules is gone: keep the model, and call its own method.")
-        if not torch.compiler.is_compiling():  # Dynamo traces forwards that ask for their dtype, and no calls
+        if (
+            not torch.compiler.is_compiling()
+        ):  # in a traced forward, which asks for its dtype, Dynamo cannot read the stack
             self._look(decoder)
         modules: Iterator[tuple[str, nn.Module]] = type(decoder).named_modules(decoder, *args, **kwargs)
         return modules
@@ -127,7 +129,7 @@ class _TraversalWatch(_OfModel):
 
 
 class _CheckedSave(_OfModel):
-    """Stands in for `save_pretrained` of one model, which may be given weights that nobody asked the decoder for."""
+    """Replaces `save_pretrained` of one model, for saves with weights that were gathered elsewhere."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.causal_lm()
@@ -143,9 +145,9 @@ class _CheckedSave(_OfModel):
 
 
 class _SaveWatch:
-    """Pre-hook of a decoder's `state_dict`: checks the model that is being saved around it.
+    """Pre-hook of a decoder's `state_dict`: checks the model around it that is being saved.
 
-    Only the calls in progress tell which that is: a module does not know what holds it.
+    A module does not know its parents, so the model is found on the Python stack.
     """
 
     def __call__(self, decoder: Any, prefix: str, keep_vars: bool) -> None:
@@ -159,9 +161,9 @@ class _SaveWatch:
 
 
 def watch_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
-    """Let every adapter on `model` write the sidecar when it is saved, also one that is added later.
+    """Make every adapter on `model` write the sidecar when it is saved, also an adapter that is added later.
 
-    One that is loaded from then on has its own sidecar checked.
+    Adapters that are loaded later have their own sidecar checked.
     """
     for module in model.modules():
         _cover(module, causal_lm)
@@ -172,10 +174,10 @@ def watch_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
 
 
 def forget_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
-    """Undo `watch_adapters`, as far as `model` reaches; a cover beyond it writes nothing for an unpatched model.
+    """Undo `watch_adapters` in `model`; covers elsewhere write nothing for an unpatched model.
 
-    A config that has written a sidecar stays covered: saved again to that folder, the adapter has the same weights and
-    no rescaling, and the sidecar has to go.
+    A config that has written a sidecar stays covered: if it is saved to that folder again, without a rescaling, the old
+    sidecar has to be deleted.
     """
     decoder = find_decoder(causal_lm)
     hooks = decoder._state_dict_pre_hooks
@@ -198,31 +200,31 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def require_no_adapter_beside(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Raise ValueError if whole weights without adapters would lie in the folder of an adapter.
+    """Raise ValueError if whole weights would be saved into the folder of an adapter.
 
-    Transformers puts the adapter that it finds beside weights on them: on those that it was merged into once more.
+    Transformers applies an adapter that it finds beside weights, even to weights that it was merged into.
     """
     if not adapter_configs(model) and (Path(directory) / "adapter_config.json").is_file():
         raise ValueError(
-            f"{directory} holds an adapter, which Transformers would put on this model's weights when it loads the "
-            "folder, also if it is merged into them already: take another folder, or delete adapter_config.json there."
+            f"{directory} has an adapter, which Transformers would apply to this model's weights when it loads the "
+            "folder, even if it was merged already: use another folder, or delete adapter_config.json there."
         )
 
 
 def base_revision(model: nn.Module) -> str | None:
-    """The revision on the hub of the model under the adapters of `model`; None where they name none, or several."""
+    """The hub revision of the base model in the adapters' configs; None if they name none, or several."""
     revisions = {getattr(config, "revision", None) for config in adapter_configs(model).values()}
     return revisions.pop() if len(revisions) == 1 else None
 
 
 def require_no_decoder_in_adapters(causal_lm: nn.Module) -> None:
-    """Raise ValueError if an adapter brought a decoder of its own, which a patch of the model would leave as it is."""
+    """Raise ValueError if an adapter has its own decoder, which a patch of the model would not change."""
     for name, peft_config in _adapter_configs(causal_lm).items():
         if getattr(peft_config, "peft_type", None) == "SHADOW":
             raise ValueError(
-                f"adapter {name!r} is PEFT's Shadow, which has a decoder of its own with the RoPE that the model had "
-                "when the adapter came: it would go on with that. Patch the model before get_peft_model, with a "
-                "rescaling alone, and unpatch it after model.unload()."
+                f"adapter {name!r} is PEFT's Shadow, whose own decoder keeps the RoPE that the model had when the "
+                "adapter was made. Patch the model before get_peft_model, with a rescaling only, and unpatch it after "
+                "model.unload()."
             )
 
 
@@ -230,12 +232,12 @@ def _state_to_save(model: nn.Module) -> RopeState | None:
     """The state of the decoder that is adapted.
 
     Raises:
-        ValueError: the adapter has a decoder of its own (PEFT's Shadow), which knows nothing of the model's view. It
-            takes its frequencies from the config of the model, also when it is loaded.
+        ValueError: the adapter has its own decoder (PEFT's Shadow), which does not have the model's view. Its
+            frequencies come from the config of the model, also when it is loaded.
     """
     state = state_of(find_decoder(find_causal_lm(model)))
     if state is not None and state.source is not None and state.source.view.perturbs:
-        find_decoder(model)  # asked of the whole model, it raises where an adapter has a second decoder
+        find_decoder(model)  # raises if an adapter has a second decoder
     return state
 
 
@@ -246,17 +248,17 @@ def _cover(module: nn.Module, causal_lm: nn.Module) -> None:
 
 
 def _check_saves(model: nn.Module) -> None:
-    """Let `model.save_pretrained` check what it is about to write, unless somebody else stands in for it.
+    """Make `model.save_pretrained` check what it writes, unless other code has replaced the method.
 
-    Not before somebody asks the model for its weights, to hand them over: what stands in for a method does not keep the
-    model, which `patch_model(from_pretrained(...), ...).save_pretrained(folder)` leaves to the method alone.
+    This happens only when the weights are asked for. The replacement holds the model weakly, so that in
+    `patch_model(from_pretrained(...), ...).save_pretrained(folder)` the model would be gone before the call.
     """
     if isinstance(model, PreTrainedModel) and "save_pretrained" not in vars(model):
         model.save_pretrained = _CheckedSave(model)  # type: ignore[method-assign]
 
 
 def _adapter_configs(module: nn.Module) -> dict[str, Any]:
-    """PEFT leaves the adapters' configs on its wrapper, of prompts under another name, and on the model in it."""
+    """PEFT keeps the adapters' configs on its wrapper (another name for prompts) and on the model inside it."""
     for name in ("peft_config", "_peft_config"):
         configs = vars(module).get(name)
         if isinstance(configs, dict):
@@ -269,7 +271,7 @@ def _weak(causal_lm: nn.Module | None) -> Callable[[], nn.Module | None]:
 
 
 def _gone() -> None:
-    """What a reference to a model says that is no more."""
+    """A reference to a model that no longer exists."""
 
 
 def _callers() -> Iterator[nn.Module]:
@@ -281,12 +283,12 @@ def _callers() -> Iterator[nn.Module]:
 
 
 def _traversed() -> tuple[list[nn.Module], bool]:
-    """Modules around a decoder whose `named_modules` are being called, innermost first; whether for `named_parameters`.
+    """Modules around a decoder whose `named_modules` is running, innermost first; and whether for `named_parameters`.
 
-    Whoever hands weights over to be saved has to have their names; `parameters` is called for a device or a dtype, too,
-    and PEFT asks for names to freeze what it wraps.
+    Code that gathers weights to save them calls `named_parameters`. `parameters` is also called for a device or dtype,
+    and PEFT calls `named_parameters` to freeze what it wraps, so neither counts.
     """
-    calls = islice(frames(), 2, None)  # behind the watch's own
+    calls = islice(frames(), 2, None)  # without the frames of the watch itself
     around: list[nn.Module] = []
     for frame in calls:
         if frame.f_code.co_name != "named_modules":

@@ -1,4 +1,4 @@
-"""The tensors of an adapter in a folder: their shapes, and a digest, by which a specification of RoPE names them."""
+"""The tensors of an adapter in a folder: their shapes, and the digest that `rope_patch.json` records."""
 
 import hashlib
 import os
@@ -12,9 +12,9 @@ _SAVE_AGAIN = "Save the adapter again with save_pretrained, which writes adapter
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str | None:
-    """SHA-256 of the tensors as a set; None if one of them is a shard of a larger one, or holds no values.
+    """SHA-256 of the tensors as a set; None if one of them is a shard of a larger one, or has no values.
 
-    Names and order do not count: Transformers and PEFT write the same adapter under different ones.
+    Names and order do not count, because Transformers and PEFT use different ones for the same adapter.
     """
     parts = set()
     for tensor in tensors:
@@ -27,7 +27,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str | None:
 
 
 def digest_of_folder(directory: str | os.PathLike[str]) -> str | None:
-    """The same of the adapter that was saved in `directory`; None if there is none."""
+    """The digest of the adapter that was saved in `directory`; None if there is none."""
     return digest(_saved(Path(directory)))
 
 
@@ -59,17 +59,17 @@ def _saved(directory: Path) -> Iterator[torch.Tensor]:
 
 
 def _pickled(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter that was saved without safetensors; {} where there are none.
+    """The tensors of an adapter that was saved without safetensors; {} if there are none.
 
     Raises:
-        ValueError: the file is damaged, or holds more than tensors, which to load would run its code.
+        ValueError: the file is damaged, or holds more than tensors, and loading it would run code.
     """
     file = directory / "adapter_model.bin"
     if not file.is_file():
         return {}
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # of many kinds, by what the bytes happen to be
+    except Exception as error:  # the kind of error depends on the damaged bytes
         raise ValueError(f"{file} is damaged, or holds code beside tensors, which is not run. {_SAVE_AGAIN}") from error
     if not isinstance(saved, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in saved.values()):
         raise ValueError(f"{file} must hold tensors by name, got a {type(saved).__name__}. {_SAVE_AGAIN}")

@@ -15,7 +15,14 @@ from ..families.capabilities import keeps_from_attention, why_not_relative
 from ..forward.cache_arguments import cache_of, tokens_in
 from ..forward.state import has_view
 from ..layout.documents import locate_documents
-from ..rope.rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
+from ..rope.rotary import (
+    depends_on_length,
+    find_causal_lm,
+    find_decoder,
+    named_rotary_modules,
+    parameter_names,
+    rope_types,
+)
 from .masks import additive_mask
 
 PLAN = "string_positions_plan"
@@ -106,7 +113,7 @@ class _StringPositions:
             raise ValueError(
                 f"{type(self.decoder).__name__} has several sets of RoPE parameters: string_positions needs one."
             )
-        if any(map(picks_by_row, types)):
+        if any(map(depends_on_length, types)):
             raise ValueError(
                 "string_positions needs frequencies that do not depend on length: not dynamic or longrope."
             )

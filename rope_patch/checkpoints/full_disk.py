@@ -1,4 +1,4 @@
-"""Files and folders that are written whole, and a disk that is full meanwhile: no library says which one it was."""
+"""Write files whole or not at all, and explain errors of a full disk, in which libraries do not name the file."""
 
 import errno
 import os
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT)
-# of safetensors, and of torch, whose writer does not say why it cannot go on
+# messages of safetensors, and of torch, whose writer gives no reason
 _WORDS = ("No space left on device", "quota exceeded", "PytorchStreamWriter", "unexpected pos", "basic_ios::clear")
 
 
 class FullDisk(OSError):
-    """A file or folder could not be written. Its message is whole, and blocks around leave it as it is."""
+    """A file or folder could not be written; outer `disk_full_errors` blocks do not change the message."""
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def whole_file(file: Path) -> Iterator[Path]:
     """
     beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
-        with told_of_full_disk(file):
+        with disk_full_errors(file):
             yield beside
         os.replace(beside, file)
     finally:
@@ -36,23 +36,23 @@ def whole_file(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def told_of_full_disk(
+def disk_full_errors(
     folder: Path, what_to_do: Callable[[], str] = lambda: "Free some space, and run the same again."
 ) -> Iterator[None]:
-    """Say of what cannot be written in the block where it belongs, how much is free there, and what to do.
+    """Turn errors of a full disk in the block into one that names the folder, its free space, and what to do.
 
     Args:
-        folder: or file that is written; it need not be there yet.
-        what_to_do: sentences, asked for once it cannot be written.
+        folder: the folder or file that is written; it need not exist yet.
+        what_to_do: returns the advice of the error; called only for an error.
 
     Raises:
-        FullDisk: the disk or a quota is full, or torch cannot write. All else is raised as it is.
+        FullDisk: the disk or a quota is full, or torch cannot write. Other errors are raised unchanged.
     """
     try:
         yield
     except FullDisk:
         raise
-    except BaseException as error:  # which torch.distributed.checkpoint raises
+    except BaseException as error:  # torch.distributed.checkpoint raises a BaseException
         reason = _reason(error)
         if reason is None:
             raise
@@ -64,7 +64,7 @@ def told_of_full_disk(
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """What the first says that is of a full disk, of errors that led to one another; it may stand in a traceback."""
+    """The message of the first full-disk error in a chain of causes, or in a traceback within a message."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NUMBERS:
             return str(error)

@@ -19,7 +19,15 @@ from ..attention.rounding import differs_by_rounding, inputs_rounded_otherwise
 from ..families.attention_calls import attention_name, watched_attention
 from ..forward.cache_arguments import cache_argument, returned_cache
 from ..layout.labelled import Labelled
-from ..losses import TAPE, CopiedTeacher, RelationDistiller, RelationTargets, SelfDistiller, ViewConsistency, ViewTape
+from ..losses import (
+    REQUEST,
+    CopiedTeacher,
+    RelationDistiller,
+    RelationTargets,
+    SelfDistiller,
+    ViewConsistency,
+    ViewRequest,
+)
 from ..patch import patch_model, rope_view, unpatch_model
 from ..views import Skip
 
@@ -35,7 +43,7 @@ class WrongError(Exception):
     """A check has found numbers that should not be."""
 
 
-class Subject:
+class CheckedModel:
     """The model with what the checks share.
 
     Args:
@@ -112,84 +120,84 @@ class Subject:
         return small.to(self.model.device).eval().requires_grad_(False)
 
 
-Check = Callable[[Subject], str]
+Check = Callable[[CheckedModel], str]
 
 
 # Each check says what it saw, or raises: WrongError for numbers that should not be, ValueError for what a model cannot.
 
 
-def _identity(subject: Subject) -> str:
-    with rope_view(subject.model, "standard"):
-        seen = subject.logits()
-    patch_model(subject.model, "skip")
-    asleep = subject.logits()
-    unpatch_model(subject.model)
+def _identity(checked: CheckedModel) -> str:
+    with rope_view(checked.model, "standard"):
+        seen = checked.logits()
+    patch_model(checked.model, "skip")
+    asleep = checked.logits()
+    unpatch_model(checked.model)
     for name, logits in {
         "under view 'standard'": seen,
         "patched, in eval": asleep,
-        "unpatched": subject.logits(),
+        "unpatched": checked.logits(),
     }.items():
-        if not torch.equal(logits, subject.plain):
-            raise WrongError(f"logits {name} are off by {(logits - subject.plain).abs().max():.1e}")
+        if not torch.equal(logits, checked.plain):
+            raise WrongError(f"logits {name} are off by {(logits - checked.plain).abs().max():.1e}")
     return "same bits under view 'standard', patched and unpatched"
 
 
-def _constant_shift(subject: Subject) -> str:
-    with rope_view(subject.model, index=(torch.arange(subject.n_tokens) + 7)[None]):
-        return "error " + subject.require_equal(subject.logits(), subject.plain, "all indices moved by 7")
+def _constant_shift(checked: CheckedModel) -> str:
+    with rope_view(checked.model, index=(torch.arange(checked.n_tokens) + 7)[None]):
+        return "error " + checked.require_equal(checked.logits(), checked.plain, "all indices moved by 7")
 
 
-def _prefix_under_skip(subject: Subject) -> str:
-    with rope_view(subject.model, subject.view):
-        seen = subject.logits()
-    error = subject.require_equal(seen[:, : subject.split], subject.plain[:, : subject.split], "rows before the skip")
-    moved = (seen - subject.plain)[:, subject.split :].norm() / subject.plain[:, subject.split :].norm()
+def _prefix_under_skip(checked: CheckedModel) -> str:
+    with rope_view(checked.model, checked.view):
+        seen = checked.logits()
+    error = checked.require_equal(seen[:, : checked.split], checked.plain[:, : checked.split], "rows before the skip")
+    moved = (seen - checked.plain)[:, checked.split :].norm() / checked.plain[:, checked.split :].norm()
     if moved == 0:
         raise WrongError("a skip does not reach the rows behind it")
     return f"error {error}; rows behind it move by {moved:.0e}"
 
 
-def _prefix_reaches_the_end(subject: Subject) -> str:
-    for token in (0, subject.split // 2, subject.split - 1):
-        changed = subject.ids.clone()
+def _prefix_reaches_the_end(checked: CheckedModel) -> str:
+    for token in (0, checked.split // 2, checked.split - 1):
+        changed = checked.ids.clone()
         changed[:, token] = changed[:, token + 1]
-        if torch.equal(subject.logits(changed)[:, -1], subject.plain[:, -1]):
+        if torch.equal(checked.logits(changed)[:, -1], checked.plain[:, -1]):
             continue  # out of reach of sliding windows
-        with rope_view(subject.model, subject.view):
-            moved = (subject.logits(changed) - subject.logits())[:, -1].abs().max().item()
+        with rope_view(checked.model, checked.view):
+            moved = (checked.logits(changed) - checked.logits())[:, -1].abs().max().item()
         if moved == 0:
             raise WrongError(f"token {token} does not reach the last row: a jump was read as a document border")
         return f"another token {token} moves logits of the last row by {moved:.0e}"
     raise ValueError("no token before the skip reaches the last row through this model's windows: give fewer --tokens")
 
 
-def _packed_documents(subject: Subject) -> str:
-    halves = subject.ids[:1].split([subject.split, subject.n_tokens - subject.split], 1)
-    positions = torch.cat([torch.arange(h.shape[1], device=subject.ids.device) for h in halves])[None]
-    alone = torch.cat([subject.logits(h) for h in halves], 1)
-    plain = subject.logits(subject.ids[:1], position_ids=positions)
-    if (plain - alone).norm() > subject.tolerance * alone.norm():
+def _packed_documents(checked: CheckedModel) -> str:
+    halves = checked.ids[:1].split([checked.split, checked.n_tokens - checked.split], 1)
+    positions = torch.cat([torch.arange(h.shape[1], device=checked.ids.device) for h in halves])[None]
+    alone = torch.cat([checked.logits(h) for h in halves], 1)
+    plain = checked.logits(checked.ids[:1], position_ids=positions)
+    if (plain - alone).norm() > checked.tolerance * alone.norm():
         raise ValueError("this model's own attention crosses the borders of packed documents: give it padded rows")
-    view = Skip(split=3, skip=4 * subject.n_tokens)
-    with rope_view(subject.model, view):
-        expected = torch.cat([subject.logits(h) for h in halves], 1)
-        return "error " + subject.require_equal(
-            subject.logits(subject.ids[:1], position_ids=positions), expected, "packed documents"
+    view = Skip(split=3, skip=4 * checked.n_tokens)
+    with rope_view(checked.model, view):
+        expected = torch.cat([checked.logits(h) for h in halves], 1)
+        return "error " + checked.require_equal(
+            checked.logits(checked.ids[:1], position_ids=positions), expected, "packed documents"
         )
 
 
-def _cached_decoding(subject: Subject) -> str:
-    with rope_view(subject.model, subject.view), torch.no_grad():
-        first = subject.model(subject.ids[:, :-2], use_cache=True)
+def _cached_decoding(checked: CheckedModel) -> str:
+    with rope_view(checked.model, checked.view), torch.no_grad():
+        first = checked.model(checked.ids[:, :-2], use_cache=True)
         cache = returned_cache(first)
         if cache is None:
             raise ValueError("this model returns no key-value cache")
         rest = []
-        for ids in (subject.ids[:, -2:-1], subject.ids[:, -1:]):
-            rest.append(subject.model(ids, **cache_argument(subject.model, cache), use_cache=True))
+        for ids in (checked.ids[:, -2:-1], checked.ids[:, -1:]):
+            rest.append(checked.model(ids, **cache_argument(checked.model, cache), use_cache=True))
             cache = returned_cache(rest[-1])
         logits = torch.cat([out.logits for out in rest], 1).float()
-        return "error " + subject.require_equal(logits, subject.logits()[:, -2:], "tokens decoded with a cache")
+        return "error " + checked.require_equal(logits, checked.logits()[:, -2:], "tokens decoded with a cache")
 
 
 def _rescale(model: PreTrainedModel) -> str:
@@ -205,9 +213,9 @@ def _rescale(model: PreTrainedModel) -> str:
     raise ValueError(reasons[0])
 
 
-def _save_and_reload(subject: Subject) -> str:
-    model = subject.first_layers()
-    part = Subject(model, subject.n_tokens)
+def _save_and_reload(checked: CheckedModel) -> str:
+    model = checked.first_layers()
+    part = CheckedModel(model, checked.n_tokens)
     native = part.logits()
     try:
         method = _rescale(model)
@@ -217,9 +225,9 @@ def _save_and_reload(subject: Subject) -> str:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             again: Any = type(model).from_pretrained(
-                folder, dtype=subject.dtype, attn_implementation=attention_name(model), device_map=None
+                folder, dtype=checked.dtype, attn_implementation=attention_name(model), device_map=None
             )
-        reloaded = Subject(again.to(model.device).eval(), subject.n_tokens).logits()
+        reloaded = CheckedModel(again.to(model.device).eval(), checked.n_tokens).logits()
     finally:
         unpatch_model(model)
     if not torch.equal(part.logits(), native):
@@ -229,19 +237,19 @@ def _save_and_reload(subject: Subject) -> str:
         if torch.equal(reloaded, rescaled)
         else "error " + part.require_equal(reloaded, rescaled, "reloaded")
     )
-    return f"{method}: {same}{_size_note(subject, model)}"
+    return f"{method}: {same}{_size_note(checked, model)}"
 
 
-def _captured_attention(subject: Subject) -> str:
-    plain, plain_logits = _captured(subject.model, subject)
+def _captured_attention(checked: CheckedModel) -> str:
+    plain, plain_logits = _captured(checked.model, checked)
     if not plain:
         raise ValueError("attention is not called through Transformers' table: relations cannot be distilled")
-    if not torch.equal(plain_logits, subject.plain):
+    if not torch.equal(plain_logits, checked.plain):
         raise WrongError("looking at attention changes logits")
-    with rope_view(subject.model, subject.view):
-        seen, _ = _captured(subject.model, subject)
+    with rope_view(checked.model, checked.view):
+        seen, _ = _captured(checked.model, checked)
     first = min(plain)
-    subject.require_equal(seen[first][2], plain[first][2], "values of the first layer under a view")
+    checked.require_equal(seen[first][2], plain[first][2], "values of the first layer under a view")
     turned = [layer for layer in plain if not torch.equal(seen[layer][0], plain[layer][0])]
     if not turned:
         raise WrongError("no layer's queries change under a view")
@@ -249,57 +257,57 @@ def _captured_attention(subject: Subject) -> str:
     return f"{len(plain)} layers; queries {q.shape[1]} x {q.shape[3]}, keys {k.shape[1]}, values {v.shape[1]} heads"
 
 
-def _checkpointing(subject: Subject) -> str:
-    if not subject.model.supports_gradient_checkpointing:
+def _checkpointing(checked: CheckedModel) -> str:
+    if not checked.model.supports_gradient_checkpointing:
         raise ValueError("this model has no gradient checkpointing")
     gradients = []
-    with subject.trained_weights() as weights:
+    with checked.trained_weights() as weights:
         for on in (False, True):
             if on:
-                subject.model.gradient_checkpointing_enable({"use_reentrant": False})
+                checked.model.gradient_checkpointing_enable({"use_reentrant": False})
             torch.manual_seed(0)  # dropout
             try:
-                with rope_view(subject.model, subject.view):
-                    loss = subject.model(subject.ids, labels=subject.ids, use_cache=False).loss
+                with rope_view(checked.model, checked.view):
+                    loss = checked.model(checked.ids, labels=checked.ids, use_cache=False).loss
                 loss.backward()
             finally:
-                subject.model.gradient_checkpointing_disable()
+                checked.model.gradient_checkpointing_disable()
             gradients.append(_gradients(weights))
-            subject.model.zero_grad(set_to_none=True)
-    return "error " + subject.require_equal(gradients[1], gradients[0], "gradients")
+            checked.model.zero_grad(set_to_none=True)
+    return "error " + checked.require_equal(gradients[1], gradients[0], "gradients")
 
 
-def _self_distillation(subject: Subject) -> str:
-    patch_model(subject.model, subject.view)
-    with subject.trained_weights() as weights:
-        loss, kl, gradients, in_one_pass = _distilled(subject, weights, one_pass=True)
-        wanted_loss, _, expected, _ = _distilled(subject, weights, one_pass=False)
+def _self_distillation(checked: CheckedModel) -> str:
+    patch_model(checked.model, checked.view)
+    with checked.trained_weights() as weights:
+        loss, kl, gradients, in_one_pass = _distilled(checked, weights, one_pass=True)
+        wanted_loss, _, expected, _ = _distilled(checked, weights, one_pass=False)
         # where the views hardly differ, as in a model that was never trained, rounding can make the KL negative
-        if kl == 0 or not kl > -_rounding_of_kl(subject.ids.numel(), subject.plain.shape[-1]):
+        if kl == 0 or not kl > -_rounding_of_kl(checked.ids.numel(), checked.plain.shape[-1]):
             raise WrongError(f"the KL between the views is {kl.item()}")
-        subject.require_equal(loss, wanted_loss, "loss of one forward against two")
+        checked.require_equal(loss, wanted_loss, "loss of one forward against two")
         error, alone = _error(gradients, expected), ""
-        if not error <= subject.tolerance:
-            with inputs_rounded_otherwise(subject.model):
-                moved = _distilled(subject, weights, one_pass=False)[2]
+        if not error <= checked.tolerance:
+            with inputs_rounded_otherwise(checked.model):
+                moved = _distilled(checked, weights, one_pass=False)[2]
             alone = _within_rounding(gradients, expected, moved)
     reason = "" if in_one_pass else "; this model needs two passes"
     return f"gradients of one forward against two: error {error:.0e}{alone}{reason}"
 
 
 def _distilled(
-    subject: Subject, weights: dict[str, torch.nn.Parameter], one_pass: bool
+    checked: CheckedModel, weights: dict[str, torch.nn.Parameter], one_pass: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """Loss, KL and gradients of self-distillation, and whether both views ran in one pass."""
-    distiller = SelfDistiller(subject.model, ViewConsistency(), one_pass=one_pass)
-    labelled = Labelled.of({"input_ids": subject.ids, "labels": subject.ids})
-    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+    distiller = SelfDistiller(checked.model, ViewConsistency(), one_pass=one_pass)
+    labelled = Labelled.of({"input_ids": checked.ids, "labels": checked.ids})
+    request = ViewRequest(labelled, labelled.n_labels, labelled.n_documents)
     with distiller.active():
-        subject.model(subject.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.result.loss.backward()
+        checked.model(checked.ids, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        request.result.loss.backward()
     gradients = _gradients(weights)
-    subject.model.zero_grad(set_to_none=True)
-    return tape.result.loss.detach(), tape.result.rows.kl.sum(), gradients, distiller.one_pass
+    checked.model.zero_grad(set_to_none=True)
+    return request.result.loss.detach(), request.result.rows.kl.sum(), gradients, distiller.one_pass
 
 
 def _within_rounding(gradients: torch.Tensor, expected: torch.Tensor, moved: torch.Tensor) -> str:
@@ -310,18 +318,18 @@ def _within_rounding(gradients: torch.Tensor, expected: torch.Tensor, moved: tor
     return f", where rounding alone moves them by {rounding:.0e}"
 
 
-def _relation_distillation(subject: Subject) -> str:
-    model = subject.first_layers()
-    part = Subject(model, subject.n_tokens)
+def _relation_distillation(checked: CheckedModel) -> str:
+    model = checked.first_layers()
+    part = CheckedModel(model, checked.n_tokens)
     taught, _ = _captured(model, part)
     method = _rescale(model)
     try:
         with part.trained_weights() as weights:
             distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
             with distiller.active():
-                tape = distiller.tape(part.ids)
-                model(part.ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
-                loss = sum(tape.loss(name) for name in "qkv")
+                request = distiller.request(part.ids)
+                model(part.ids, use_cache=False, logits_to_keep=1, **{REQUEST: request})
+                loss = sum(request.loss(name) for name in "qkv")
                 loss.backward()
             gradients = _gradients(weights)
         learned, _ = _captured(model, part)
@@ -332,28 +340,28 @@ def _relation_distillation(subject: Subject) -> str:
     expected: Any = sum(_relation_kl(learned[i][x], taught[i][x]) for i in taught for x in range(3)) / len(taught)
     rounding = _rounding_of_kl(3 * part.ids.numel(), part.n_tokens)
     error = part.require_equal(loss.detach(), expected, "loss", rounding)
-    return f"{method}: error {error}{_size_note(subject, model)}"
+    return f"{method}: error {error}{_size_note(checked, model)}"
 
 
-def _attention_implementations(subject: Subject) -> str:
-    mine = attention_name(subject.model)
-    with rope_view(subject.model, subject.view):
-        expected, notes = subject.logits(), [mine]
+def _attention_implementations(checked: CheckedModel) -> str:
+    mine = attention_name(checked.model)
+    with rope_view(checked.model, checked.view):
+        expected, notes = checked.logits(), [mine]
         for name in IMPLEMENTATIONS:
-            half = subject.dtype in (torch.float16, torch.bfloat16)
-            if name == mine or (name.startswith("flash") and not (half and subject.ids.is_cuda)):
+            half = checked.dtype in (torch.float16, torch.bfloat16)
+            if name == mine or (name.startswith("flash") and not (half and checked.ids.is_cuda)):
                 continue
             try:
-                subject.model.set_attn_implementation(name)
+                checked.model.set_attn_implementation(name)
             except (ValueError, ImportError):
                 continue  # not installed, or not for this family
             try:
-                with nullcontext() if subject.ids.is_cuda else _without_compiling():
-                    notes.append(f"{name} {subject.require_equal(subject.logits(), expected, name)}")
+                with nullcontext() if checked.ids.is_cuda else _without_compiling():
+                    notes.append(f"{name} {checked.require_equal(checked.logits(), expected, name)}")
             except ValueError:
                 continue  # not on this device
             finally:
-                subject.model.set_attn_implementation(mine)
+                checked.model.set_attn_implementation(mine)
     if len(notes) == 1:
         raise ValueError(f"{mine} is the only implementation that runs here")
     return ", ".join(notes)
@@ -383,8 +391,8 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def _size_note(subject: Subject, model: PreTrainedModel) -> str:
-    if model is subject.model:
+def _size_note(checked: CheckedModel, model: PreTrainedModel) -> str:
+    if model is checked.model:
         return ""
     return f" (first {model.config.get_text_config(decoder=True).num_hidden_layers} layers)"
 
@@ -401,7 +409,9 @@ def _gradients(weights: dict[str, torch.nn.Parameter]) -> torch.Tensor:
     return torch.cat(gradients)
 
 
-def _captured(model: PreTrainedModel, subject: Subject) -> tuple[dict[int, tuple[torch.Tensor, ...]], torch.Tensor]:
+def _captured(
+    model: PreTrainedModel, checked: CheckedModel
+) -> tuple[dict[int, tuple[torch.Tensor, ...]], torch.Tensor]:
     """(q, k, v) of each layer, and the logits."""
     inputs_by_layer: dict[int, tuple[torch.Tensor, ...]] = {}
 
@@ -409,7 +419,7 @@ def _captured(model: PreTrainedModel, subject: Subject) -> tuple[dict[int, tuple
         inputs_by_layer[call.module.layer_idx] = tuple(x.detach().clone() for x in (call.query, call.key, call.value))
 
     with watched_attention(model, keep):
-        logits = subject.logits()
+        logits = checked.logits()
     return inputs_by_layer, logits
 
 
@@ -429,10 +439,10 @@ def _relation_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum() / student.shape[1]
 
 
-def run_check(subject: Subject, check: Check) -> tuple[str, str]:
+def run_check(checked: CheckedModel, check: Check) -> tuple[str, str]:
     """Outcome of a check, "ok", "refused" or "WRONG", and what it says; the model is as before."""
     try:
-        return "ok", check(subject)
+        return "ok", check(checked)
     except WrongError as error:
         return "WRONG", str(error)
     except (ValueError, ImportError) as error:  # by which the library, and Transformers, refuse
@@ -440,4 +450,4 @@ def run_check(subject: Subject, check: Check) -> tuple[str, str]:
     except Exception as error:  # the other checks still have something to say
         return "WRONG", f"{type(error).__name__}: {error}".partition("\n")[0]
     finally:
-        unpatch_model(subject.model)
+        unpatch_model(checked.model)

@@ -19,13 +19,13 @@ from ..base.remote_code import load_pretrained
 from ..base.validators import require_integer, require_number
 from ..checkpoints.files_beside import Source, copy_license, copy_tokenizer, require_no_links_out, tokenizer_files
 from ..checkpoints.tokenizer_window import narrow_tokenizer, warn_of_short_tokenizer, widen_tokenizer_of
-from ..forward.config_agrees import require_frequencies_of_config, require_saved_rope, text_config
+from ..forward.config_checks import require_frequencies_of_config, require_saved_rope, text_config
 from ..forward.state import state_of
 from ..loading import adapter_folder_of
 from ..model_card import base_of_runs, read_runs
 from ..rescalings.in_place import RopeParameters, softmax_reads_mscale
 from ..rope.older_form import older_form, unscaled_keys, write_older_keys
-from ..rope.rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factors
+from ..rope.rotary import find_causal_lm, find_decoder, is_dynamic, is_nested, with_factors
 from .attention_factor import Edit, fold_attention_factor, without_attention_factor
 from .card import figures_of, write_export_card
 from .gguf import convert, find_converter, require_known_tokenizer
@@ -287,7 +287,7 @@ def _promised(window: int | None, config: Any) -> int | None:
         raise ValueError(f"window must be at most the {reached} positions of the model's config, got {window}.")
     parameters = config.rope_parameters
     of_layer_types = parameters.values() if is_nested(parameters) else [parameters]
-    if window != reached and any(grows_with_rows(o["rope_type"]) for o in of_layer_types if o):
+    if window != reached and any(is_dynamic(o["rope_type"]) for o in of_layer_types if o):
         raise ValueError(
             f"window must be left out under rope type 'dynamic', whose formula reads the {reached} positions of the "
             f"config, got {window}: name the length to the program that serves the model."

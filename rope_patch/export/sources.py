@@ -5,8 +5,8 @@ from pathlib import Path
 from torch import nn
 
 from ..adapters.sidecar import SIDECAR_NAME, read_adapter_config, require_no_lost_sidecar, require_no_named_adapters
+from ..checkpoints.checked_loading import load_checkpoint, with_adapter
 from ..checkpoints.weights_in_parts import require_whole_weights
-from ..checkpoints.whole import load_checkpoint, with_adapter
 
 
 def load(source: str | Path, revision: str | None = None) -> nn.Module:

@@ -15,7 +15,7 @@ import torch
 from transformers.utils import logging
 
 from ..base.empty_folders import without_empty_folders
-from ..checkpoints.full_disk import told_of_full_disk
+from ..checkpoints.full_disk import disk_full_errors
 
 logger = logging.get_logger(__name__)
 
@@ -51,7 +51,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         try:
             written = unfinished / folder.name  # llama.cpp's converter names the model after the folder
             written.mkdir()
-            with told_of_full_disk(named):
+            with disk_full_errors(named):
                 yield written
             if is_there:
                 # the config last, by which a checkpoint is known: this may be killed half-way

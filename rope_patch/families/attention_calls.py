@@ -1,4 +1,4 @@
-"""Looking at every attention call of a model: queries, keys and values as the attention function gets them."""
+"""Watch every attention call of a model, with the arguments that the attention function gets."""
 
 import sys
 import threading
@@ -24,8 +24,8 @@ class AttentionCall:
         query: [batch, n_heads, n, head_dim], after RoPE.
         key: [batch, n_kv_heads, n, head_dim], after RoPE, not repeated.
         value: [batch, n_kv_heads, n, value_dim].
-        mask: as the implementation takes it.
-        options: keyword arguments, from which a watch may take its own.
+        mask: in the form of the implementation.
+        options: keyword arguments; a watch may pop its own.
         function: the attention function itself.
     """
 
@@ -39,29 +39,29 @@ class AttentionCall:
 
     @property
     def scale(self) -> float:
-        """What the scores are multiplied by: the call's own scale, else head_dim ** -0.5."""
+        """Factor of the scores: the scale of the call, else head_dim ** -0.5."""
         scaling = self.options.get("scaling")
         return self.query.shape[-1] ** -0.5 if scaling is None else scaling
 
     def with_inputs(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> torch.Tensor:
-        """The function's output [batch, n, n_heads, value_dim] for other tensors, another mask, other options."""
+        """Call the function with these tensors, mask and further options; returns [batch, n, n_heads, value_dim]."""
         output: torch.Tensor = self.function(self.module, query, key, value, mask, **{**self.options, **options})[0]
         return output
 
 
 Watch = Callable[[AttentionCall], torch.Tensor | None]
-"""What it returns, [batch, n, n_heads, value_dim], replaces the call's output; None lets the call run."""
+"""Called before attention. A tensor [batch, n, n_heads, value_dim] replaces its output; None lets it run."""
 
 
 def attention_name(causal_lm: Any) -> str:
-    """The attention implementation that the text decoder runs, e.g. "sdpa"."""
+    """The attention implementation of the text decoder, e.g. "sdpa"."""
     return causal_lm.config.get_text_config(decoder=True)._attn_implementation
 
 
 def attention_kernel(causal_lm: Any) -> str | None:
-    """The kind of that implementation, "flash", "sdpa", "flex" or "eager"; None for others."""
+    """The kind of attention implementation, "flash", "sdpa", "flex" or "eager"; None for others."""
     name = attention_name(causal_lm)
     if name.startswith("flash_attention"):
         return "flash"
@@ -69,11 +69,11 @@ def attention_kernel(causal_lm: Any) -> str | None:
 
 
 def sliding_window(call: AttentionCall, config: Any) -> int | None:
-    """Most tokens back that a query of this layer sees, itself counted; None for all.
+    """Number of tokens that a query of this layer sees, including itself; None for all.
 
     Args:
-        call: of the layer, which most families give the window.
-        config: of the decoder, by whose rule Transformers makes masks for those that do not.
+        call: a call of the layer; most families pass the window in it.
+        config: config of the decoder, from which Transformers builds the masks of other families.
     """
     if "sliding_window" in call.options:
         window: int | None = call.options["sliding_window"]
@@ -87,16 +87,16 @@ def sliding_window(call: AttentionCall, config: Any) -> int | None:
 
 
 class _Watched:
-    """The entry of the table of attention functions while blocks of `watched_attention` are open.
+    """The entry in the table of attention functions while blocks of `watched_attention` are open.
 
     Args:
-        function: what was the entry before; None for eager attention, which is in no table.
-        was_local: whether that was in the table's own layer.
+        function: the entry before; None for eager attention, which is not in the table.
+        was_local: whether that entry was in the local mapping of the table.
     """
 
     def __init__(self, function: Callable[..., Any] | None, was_local: bool) -> None:
         self.function, self.was_local = function, was_local
-        self.watches: tuple[Watch, ...] = ()  # of the open blocks, the last opened last
+        self.watches: tuple[Watch, ...] = ()  # of the open blocks, in the order of their opening
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._attend(self.watches, *args, **kwargs)
@@ -111,11 +111,11 @@ class _Watched:
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Attention as the last of `watches` wants it, to which those before it are a part of the function."""
+        """Call the last watch; for it, the function is attention with the other watches."""
         function: Callable[..., Any]
         if len(watches) > 1:
             function = partial(self._attend, watches[:-1])
-        else:  # each family's module has a function of eager attention
+        else:  # eager attention is a function in the module of each family
             function = self.function or sys.modules[type(module).__module__].eager_attention_forward
         if watches:
             output = watches[-1](AttentionCall(module, query, key, value, attention_mask, kwargs, function))
@@ -131,13 +131,12 @@ _TABLE = threading.Lock()  # held while a block opens or ends
 def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
     """Call `watch` before every attention of models that run the implementation of `causal_lm`.
 
-    Transformers keeps attention functions in one table for the process; the entry in use is wrapped under its own name,
-    as other names would change how masks are built, and put back. Blocks nest, the innermost sees a call first, and
-    they may end in any order, as those of two threads do. A backward that recomputes checkpointed layers has to run
-    inside the block.
+    Transformers has one table of attention functions per process. The entry in use is wrapped under its own name, since
+    masks are built by name, and restored at the end. Blocks nest; the innermost sees a call first. They may end in any
+    order, as blocks of two threads do. A backward that recomputes checkpointed layers has to run inside the block.
     """
     name = attention_name(causal_lm)
-    # the table's own layer, above what the process shares: what was not in it before must not stay behind
+    # the local mapping of the table overrides the shared one: an entry that was not in it must be deleted at the end
     local: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping
     with _TABLE:
         entry = local.get(name)
@@ -150,7 +149,7 @@ def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
         with _TABLE:
             last = max(i for i, other in enumerate(watched.watches) if other is watch)
             watched.watches = watched.watches[:last] + watched.watches[last + 1 :]
-            # an entry that somebody else has written since is theirs
+            # leave an entry that other code has written since
             if not watched.watches and local.get(name) is watched:
                 if watched.was_local:
                     ALL_ATTENTION_FUNCTIONS[name] = watched.function

@@ -1,4 +1,4 @@
-"""What a family cannot do, and why. Distillers ask before they start, `describe` tells."""
+"""What a model family cannot do, and why. Losses check this before they start, and `describe` shows it."""
 
 import inspect
 import re
@@ -31,7 +31,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def missing_capabilities(model: nn.Module) -> dict[str, str]:
-    """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
+    """What cannot be done with a model that has RoPE -> the reason; all else can be done."""
     causal_lm, decoder = find_causal_lm(model), find_decoder(model)
     reasons = {
         "views": why_no_views(decoder, LocalLayers.of(decoder)),
@@ -47,7 +47,7 @@ def missing_capabilities(model: nn.Module) -> dict[str, str]:
 
 
 def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
-    """Why there are no layers that a view could act on, given those that it leaves as they are."""
+    """Why a view has no layers to act on, given the local layers, which it does not change."""
     reason = why_no_layers(decoder)
     if reason is not None:
         return f"a view acts on layers that look back over a whole text, and {reason}"
@@ -66,7 +66,7 @@ def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
 
 
 def _scale_by_position(config: Any) -> str | None:
-    """What makes a config scale queries by their position, in any layer."""
+    """The option or family by which a config scales queries by their position, in any layer."""
     rope_parameters = config.rope_parameters
     if not is_nested(rope_parameters) and rope_parameters.get("llama_4_scaling_beta"):
         return "llama_4_scaling_beta"
@@ -77,9 +77,9 @@ def _scale_by_position(config: Any) -> str | None:
 
 
 def why_no_layers_apart(decoder: nn.Module) -> str | None:
-    """Why layers cannot have positions of their own.
+    """Why layers cannot have different positions.
 
-    They can where one rotary module with one set of RoPE parameters gives each layer its cosines and sines.
+    They can if one rotary module with one set of RoPE parameters computes the cosines and sines of all layers.
     """
     rope_types = [rotary.attributes.get("rope_type") for rotary in rotary_states(decoder).values()]
     one_pair = not layers_call_rotary(decoder) and len(rope_types) == 1 and not isinstance(rope_types[0], dict)
@@ -113,7 +113,7 @@ def why_no_self_distillation(causal_lm: nn.Module, decoder: nn.Module) -> str | 
 
 
 def why_two_passes(causal_lm: nn.Module, decoder: Any) -> str | None:
-    """Why a model needs two passes for two views, None where one is exact."""
+    """Why a model needs two passes for two views; None if one pass is exact."""
     kernel = attention_kernel(causal_lm)
     if kernel is None:
         return f"attention implementation {attention_name(causal_lm)!r}"
@@ -158,12 +158,12 @@ def why_no_head(causal_lm: Any, decoder: nn.Module) -> str | None:
 
 
 def _without_head(causal_lm: nn.Module) -> str:
-    """What a classifier, say, is told, whose own head gives no logits of tokens."""
+    """The reason for a model whose head gives no logits of tokens, such as a classifier."""
     return f"{type(causal_lm).__name__} has no output head over the vocabulary, whose logits losses of tokens need."
 
 
 def why_no_losses(causal_lm: Any, decoder: nn.Module) -> str | None:
-    """Why a loss through the weight of the output head would be of other logits than the model's."""
+    """Why the weight of the output head does not give the logits of the model."""
     if causal_lm is decoder:
         return None
     head = causal_lm.get_output_embeddings()
@@ -183,13 +183,13 @@ def why_no_losses(causal_lm: Any, decoder: nn.Module) -> str | None:
 
 
 def why_no_relations(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
-    """Why queries, keys and values cannot be taken as attention gets them."""
+    """Why the queries, keys and values of attention cannot be read."""
     keeps = keeps_from_attention(decoder)
     return why_unreachable(causal_lm, decoder) or (keeps and f"{keeps}, so that relations cannot be distilled.")
 
 
 def why_no_native_rope(decoder: Any) -> str | None:
-    """Why the native RoPE parameters cannot be put in force for a while, the config staying as it is."""
+    """Why the native RoPE parameters cannot be put in force for a block without changing the config."""
     reason, reader = why_fixed_frequencies(decoder), family_of(decoder.config).rope_parameters_from_config
     if reason is None and reader is not None:
         reason = f"{reader} reads the RoPE parameters from the config in every forward"
@@ -197,18 +197,18 @@ def why_no_native_rope(decoder: Any) -> str | None:
 
 
 def why_fixed_frequencies(decoder: Any) -> str | None:
-    """Why frequencies cannot be others than those of the config for the time of a forward."""
+    """Why a forward cannot have other frequencies than those of the config."""
     reader = family_of(decoder.config).frequencies_from_config
     return reader and f"{reader} works its frequencies out from the config in every forward"
 
 
 def why_not_relative(decoder: Any) -> str | None:
-    """Why a shift of all indices changes predictions."""
+    """Why a shift of all indices changes predictions, None if it does not."""
     return family_of(decoder.config).not_relative
 
 
 def is_noisy(module: Any) -> bool:
-    """Whether a module draws something in training: dropout as a module, or a rate of dropout or jitter of its own."""
+    """Whether a module is random in training: it is a dropout, or has a rate of dropout or jitter."""
     if isinstance(module, nn.Dropout):
         return module.p > 0
     return any(
@@ -224,12 +224,12 @@ def _aligns_masks_at_the_top() -> bool:
 
 
 def has_sinks(decoder: nn.Module) -> bool:
-    """Whether a layer's softmax has one more score, of each head, which attends to nothing."""
+    """Whether a layer has attention sinks: an extra score per head in the softmax, without a value."""
     return any(getattr(module, "sinks", None) is not None for _, module in text_modules(decoder))
 
 
 def keeps_from_attention(decoder: nn.Module) -> str | None:
-    """What keeps keyword arguments of a forward from the attention functions of Transformers, None if nothing does."""
+    """Why keyword arguments of a forward do not reach the attention functions of Transformers; None if they do."""
     if computes_own_attention(decoder):
         return f"{type(decoder).__name__} computes attention in code of its own, outside Transformers' functions"
     modules = dict(decoder.named_modules())
@@ -239,7 +239,7 @@ def keeps_from_attention(decoder: nn.Module) -> str | None:
 
 
 def why_unreachable(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
-    """Why a keyword argument of a causal LM does not reach its decoder."""
+    """Why a keyword argument of a causal LM does not reach its decoder; None if it does."""
     modules = dict(causal_lm.named_modules())
     name = next(name for name, module in modules.items() if module is decoder)
     for part in _above(name)[:-1]:
@@ -252,7 +252,7 @@ def why_unreachable(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
 
 
 def computes_own_attention(decoder: nn.Module) -> bool:
-    """Whether no layer takes its attention from Transformers' table of attention functions, where calls are watched."""
+    """Whether no layer uses Transformers' table of attention functions, in which calls are watched."""
     kinds = [
         kind for kind in type(decoder).__mro__ if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel
     ]
@@ -261,7 +261,7 @@ def computes_own_attention(decoder: nn.Module) -> bool:
 
 
 def _names_of_attention(decoder: nn.Module) -> list[str]:
-    """Transformers' attention functions read `is_causal` of the modules that call them."""
+    """Names of attention modules, which have `is_causal`: Transformers' attention functions read it."""
     return [name for name, module in text_modules(decoder) if hasattr(module, "is_causal")]
 
 
@@ -272,6 +272,6 @@ def _above(name: str) -> list[str]:
 
 
 def _passes_on(kind: type[nn.Module], decoder: Any) -> bool:
-    """Whether the `forward` of a module hands its own **kwargs on."""
+    """Whether the `forward` of a module passes its **kwargs on."""
     takes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind.forward).parameters.values())
     return takes and kind.__name__ not in family_of(decoder.config).drops_keywords

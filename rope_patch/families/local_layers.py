@@ -1,7 +1,7 @@
-"""Layers that look back no further than a window of their own: rescalings and views leave them as they are.
+"""Layers with sliding-window or chunked attention, which rescalings and views do not change.
 
-What such a layer attends to is at most a window away in a text of any length, so it never meets a distance that
-training did not show it. A gap in its indices would be one.
+Such a layer attends at most a window back in a text of any length, so all its distances occur in training. A gap in its
+indices would add a distance that does not.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from ..rope.rotary import RotaryState, is_nested, rotary_states
 
 # in names of layer types, as of "sliding_attention", "chunked_attention" and "hybrid_sliding"
 _LOCAL = ("sliding", "chunked")
-# the same, of layers that carry a state from token to token instead of attending
+# in names of layer types without attention, which carry a state from token to token
 _WITHOUT_ATTENTION = ("linear", "conv", "mamba", "recurrent")
-# lists of configs, with false or 0 for each layer without RoPE
+# lists in configs, with false or 0 for each layer without RoPE
 _ROPE_BY_LAYER = ("no_rope_layers", "layer_rope_theta")
 
 
@@ -27,15 +27,15 @@ def is_local(layer_type: str) -> bool:
 
 
 def other_layer_types(config: Any) -> str:
-    """Layer types of a config besides full attention and sliding windows, in words; "" if there are none."""
+    """Layer types of a config other than full and sliding-window attention, joined by commas; "" if none."""
     return ", ".join(sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}))
 
 
 def far_looking_types(rope_parameters: dict[str, Any], rotary: Mapping[str, RotaryState]) -> set[str]:
-    """Layer types with RoPE whose layers exist and are not local.
+    """Layer types with RoPE that the model has and that are not local.
 
     Args:
-        rope_parameters: a set for each layer type.
+        rope_parameters: one dictionary per layer type.
         rotary: states of the model's rotary modules.
     """
     return {layer_type for layer_type in _rotated_types(rope_parameters, rotary) if not is_local(layer_type)}
@@ -47,7 +47,7 @@ def _rotated_types(rope_parameters: dict[str, Any], rotary: Mapping[str, RotaryS
 
 
 def why_no_layers(decoder: PreTrainedModel) -> str | None:
-    """Why neither a rescaling nor a view has layers to act on, None where there are some."""
+    """Why neither a rescaling nor a view has layers to act on; None if there are some."""
     if _applies_no_rope(decoder):
         return f"the config of this {type(decoder).__name__} switches RoPE off in every layer."
     rope_parameters = decoder.config.rope_parameters
@@ -57,9 +57,9 @@ def why_no_layers(decoder: PreTrainedModel) -> str | None:
 
 
 def _applies_no_rope(decoder: Any) -> bool:
-    """Whether a config that can switch RoPE off in a layer does so in each."""
+    """Whether a config switches RoPE off in every layer."""
     config = decoder.config
-    if getattr(config, "alibi", False):  # Falcon's other kind of positions
+    if getattr(config, "alibi", False):  # Falcon's alternative to RoPE
         return True
     layers = range(len(getattr(decoder, "layers", ())))
     can_switch = family_of(config).has_rope or any(getattr(config, name, None) for name in _ROPE_BY_LAYER)
@@ -70,13 +70,13 @@ def _applies_no_rope(decoder: Any) -> bool:
 class LocalLayers:
     """The local layers of a model whose full-attention layers have RoPE too. Views leave them at true positions.
 
-    Both fields are empty where one table of cosines and sines serves local layers alone, or none: a view moves all
-    layers there, as a rescaling of that table rescales all.
+    Both fields are empty if all layers with RoPE are local, or none are: then a view moves all layers, as a rescaling
+    does.
 
     Args:
         types: their layer types.
-        layers: their indices, where one table serves layers of both kinds; empty where the rotary module is called once
-            for each layer type.
+        layers: their indices if both kinds share cosines and sines; empty if the rotary module is called once per
+            layer type.
     """
 
     types: frozenset[str] = frozenset()
@@ -84,7 +84,7 @@ class LocalLayers:
 
     @classmethod
     def of(cls, decoder: PreTrainedModel) -> "LocalLayers":
-        """Those of `decoder`."""
+        """The local layers of `decoder`."""
         rope_parameters = decoder.config.rope_parameters
         if is_nested(rope_parameters):
             rotated = _rotated_types(rope_parameters, rotary_states(decoder))
@@ -100,7 +100,7 @@ class LocalLayers:
 
 
 def has_rope(config: Any, layer: int) -> bool:
-    """Whether a layer applies RoPE: in some families those of one kind do not, as the full ones of Cohere2."""
+    """Whether a layer applies RoPE: some families have layers without, such as the full layers of Cohere2."""
     types = getattr(config, "layer_types", None)
     if types and any(word in types[layer] for word in _WITHOUT_ATTENTION):
         return False

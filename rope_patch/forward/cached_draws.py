@@ -11,29 +11,29 @@ import torch
 
 from ..views.base import View
 from .cache_arguments import tokens_in
-from .drawn_view import BoundTable, BoundView
+from .drawn_view import DrawnView, IndexTable
 
 _DRAWS = "_rope_patch_draws"
-_IN_VIEW = "_rope_patch_in_view"  # whether a forward that continues the cache under its view is on its way
+_IN_VIEW = "_rope_patch_in_view"  # whether a forward that continues the cache under its view is running
 
 
-def draws_of(cache: Any) -> BoundView | BoundTable | None:
-    """The indices that filled a cache, None for true positions or no cache."""
-    draws: BoundView | BoundTable | None = getattr(cache, _DRAWS, None)
+def draws_of(cache: Any) -> DrawnView | IndexTable | None:
+    """The indices of the keys in a cache; None for true positions or no cache."""
+    draws: DrawnView | IndexTable | None = getattr(cache, _DRAWS, None)
     return draws
 
 
 def set_in_view(cache: Any, in_view: bool) -> None:
-    """Note on a cache with draws whether a forward under its view is on its way, which `update` asks for."""
+    """Mark a cache with draws while a forward under its view runs; `update` checks the mark."""
     if draws_of(cache) is not None:
         setattr(cache, _IN_VIEW, in_view)
 
 
 def forget_draws(cache: Any) -> None:
-    """Let a cache that was emptied forget the draws that once filled it, for a forward at true positions.
+    """Remove the draws from an emptied cache, before a forward at true positions.
 
     Raises:
-        ValueError: the cache is not empty: the forward would go on with keys at indices of a view.
+        ValueError: the cache is not empty, so that its keys are at indices of a view.
     """
     draws = draws_of(cache)
     if draws is None:
@@ -43,11 +43,11 @@ def forget_draws(cache: Any) -> None:
     setattr(cache, _DRAWS, None)
 
 
-def _require_true_positions(draws: BoundView | BoundTable) -> None:
-    """Raise if a cache that `draws` have filled holds keys at other indices than their positions."""
-    if isinstance(draws, BoundTable):
+def _require_true_positions(draws: DrawnView | IndexTable) -> None:
+    """Raise ValueError if keys that were cached under `draws` are at other indices than their positions."""
+    if isinstance(draws, IndexTable):
         raise ValueError(why_other_indices("explicit indices (rope_view(index=...))", "none are"))
-    if isinstance(draws, BoundView) and draws.view.perturbs:
+    if isinstance(draws, DrawnView) and draws.view.perturbs:
         raise ValueError(why_other_view(draws.view, "no view is"))
 
 
@@ -59,20 +59,20 @@ def why_other_view(filled: View, now: str) -> str:
 def why_other_indices(filled: str, now: str) -> str:
     """Why a cache with keys at indices `filled` is refused: `now` says what is in force instead."""
     return (
-        f"the cache holds keys at {filled}, and {now} in force now: distances to them would be those of neither. "
+        f"the cache holds keys at {filled}, and {now} in force now: attention would mix the two. "
         "Decode under the view that filled the cache, or start from an empty one."
     )
 
 
 class _CacheMethod:
-    """Stands in for a method of one cache."""
+    """Replaces a method of one cache."""
 
     def __init__(self, cache: Any, method: str) -> None:
-        # weak: a cache that held itself through its own method would stay until the garbage collector comes by
+        # weak: a strong reference would be a cycle, and the cache would stay in memory until garbage collection
         self.cache, self.method = weakref.ref(cache), method
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """What the cache's class does."""
+        """Call the method of the cache's class."""
         cache = self.cache()
         return getattr(type(cache), self.method)(cache, *args, **kwargs)
 
@@ -87,15 +87,15 @@ class _CacheMethod:
 
 
 class _OtherRows(_CacheMethod):
-    """A method that changes the rows, as when beams change places: their draws go along."""
+    """A method that reorders or repeats rows, as beam search does: the draws are reordered with them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Do it; the one argument holds the chosen rows, or how often to repeat each."""
+        """The one argument holds the rows to take, or how often to repeat each."""
         self.original(*args, **kwargs)
         cache: Any = self.cache()
         draws = getattr(cache, _DRAWS)
-        if not isinstance(draws, BoundView):
-            return  # forgotten, or a table, which the block holds for all rows
+        if not isinstance(draws, DrawnView):
+            return  # no draws any more, or a table of indices, which the block has for all rows
         (rows,) = (*args, *kwargs.values())
         if isinstance(rows, int):
             rows = torch.arange(len(draws.documents.start)).repeat_interleave(rows)
@@ -107,22 +107,22 @@ class _OtherRows(_CacheMethod):
 
 
 class _UnderView(_CacheMethod):
-    """`update`, which attention calls: refuses keys of a forward that no view decides, as of a model without hooks."""
+    """`update`, which attention calls: refuses keys of a forward without the view, as of a model without hooks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do it, if the forward is one under a view, or the cache is empty."""
+        """Update the cache if the forward runs under the view, or the layer's cache is empty."""
         cache: Any = self.cache()
         draws = getattr(cache, _DRAWS)
         layer = kwargs.get("layer_idx", args[2] if len(args) > 2 else None)
-        # each layer for itself: the first of a hybrid may never come by, and earlier ones have just added keys
+        # per layer: a hybrid's first layer may have no keys, and earlier layers have added those of this forward
         if draws is not None and not getattr(cache, _IN_VIEW) and cache.get_seq_length(layer):
             _require_true_positions(draws)
         return self.original(*args, **kwargs)
 
 
-def keep_draws(cache: Any, bound: BoundView | BoundTable) -> None:
-    """Leave the draws on the cache that they have filled: other forwards may come before it is continued."""
-    setattr(cache, _DRAWS, bound)
+def keep_draws(cache: Any, drawn: DrawnView | IndexTable) -> None:
+    """Keep the draws on the cache that they filled: other forwards may run before it is continued."""
+    setattr(cache, _DRAWS, drawn)
     setattr(cache, _IN_VIEW, False)
     cache.update = _UnderView(cache, "update")
     for method in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):

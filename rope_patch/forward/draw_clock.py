@@ -10,9 +10,9 @@ from ..layout.documents import Documents, document_numbers
 
 
 def progress_at(step: int, n_steps: int) -> float:
-    """Progress of a training of `n_steps` optimizer steps in one of them: 0 in the first, step 0, and 1 in the last.
+    """Progress of a training of `n_steps` optimizer steps at `step`: 0 at the first step, 0, and 1 at the last.
 
-    So a curriculum comes to its end, however late that is. A run of one step has the end alone.
+    A run of one step has progress 1.
     """
     return min(step / (n_steps - 1), 1.0) if n_steps > 1 else 1.0
 
@@ -23,13 +23,13 @@ class DrawClock:
     Args:
         seed: of all draws.
 
-    The trainer or the optimizer around a forward sets it (`training_step`), or a loop by `set` or `set_step`: draws
-    then depend on what was set alone, until `release`. Else every forward that draws is a step of its own.
+    A trainer or optimizer sets it (`training_step`), or your own loop does by `set` or `set_step`. Draws then depend on
+    these values only, until `release`. A clock that nobody sets counts every forward that draws as a step.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        # tensors, as a Python counter would make torch.compile trace every step anew
+        # tensors, because torch.compile would trace again for each value of a Python counter
         self.step = torch.zeros((), dtype=torch.int64, device="cpu")
         self.first_sample = torch.zeros((), dtype=torch.int64, device="cpu")
         self.progress = torch.ones((), dtype=torch.float64, device="cpu")
@@ -39,7 +39,7 @@ class DrawClock:
         self.driver: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # who sets the clock of a model does not set that of its copy
+        # the callback or optimizer that drives this clock does not drive that of a copy
         free = {"is_set": False, "by_content": False, "pairs": False, "driver": None}
         return self.__dict__ if self.driver is None else {**self.__dict__, **free}
 
@@ -58,18 +58,18 @@ class DrawClock:
         self.by_content, self.pairs, self.driver = False, False, None
 
     def set_step(self, step: int, progress: float = 1.0, *, pairs: bool = False, driver: int | None = None) -> None:
-        """Let forwards from now on draw for optimizer step `step`, each document by what it holds, not by its place.
+        """Let forwards from now on draw for optimizer step `step`, keyed by the tokens of each document, not its place.
 
-        Whichever models of the step read a document, in whatever batch and on whatever rank, then draw alike for it,
-        and nobody has to count documents. A document that comes twice in a step draws twice the same. Forwards in
-        evaluation mode, of a view that is always on, draw for step -1 at the end of progress: every evaluation alike.
+        All models that read a document in this step get the same draw for it, in any batch and on any rank. A document
+        that occurs twice in a step gets the same draw twice. In evaluation mode, a view that is always on draws for
+        step -1 and progress 1, so that all evaluations draw the same.
 
         Args:
             step: any integer.
             progress: of training, from 0 to 1.
-            pairs: whether a batch holds the chosen rows and then the rejected ones: both rows of a pair draw by what
-                the chosen one holds.
-            driver: number of the callback or kind of loop that sets the clock; None for the user's own code.
+            pairs: whether a batch holds the chosen rows and then the rejected ones: both rows of a pair draw by the
+                tokens of the chosen one.
+            driver: which callback or optimizer sets the clock; None for the user's own code.
 
         Raises:
             ValueError: `progress` is out of range; the clock is as it was.
@@ -78,7 +78,7 @@ class DrawClock:
         self.by_content, self.pairs, self.driver = True, pairs, driver
 
     def release(self) -> None:
-        """Let every forward be a step of its own again."""
+        """Count every forward as a step again."""
         self.is_set, self.by_content, self.pairs, self.driver = False, False, False, None
         self.progress.fill_(1.0)
 
@@ -93,18 +93,18 @@ class DrawClock:
         self.is_set = True
 
     def key(self, documents: Documents) -> DrawKey:
-        """The key of these documents, told apart by their place."""
+        """The key of these documents, by their order."""
         device = documents.ordinal.device
         if torch.compiler.is_compiling():
             step, first, progress = (x.to(device, copy=True) for x in (self.step, self.first_sample, self.progress))
             return DrawKey(self.seed, step, documents.ordinal + first, progress=progress)
-        # as numbers: a copy to a GPU would wait for all that it has to do
+        # as Python numbers: a copy to a GPU would wait for its queued work
         progress = torch.full((), self.progress.item(), dtype=torch.float64, device=device)
         sample = documents.ordinal + int(self.first_sample)
         return DrawKey(self.seed, int(self.step), sample, progress=progress)
 
     def key_of(self, documents: Documents, ids: torch.Tensor | None, t: torch.Tensor, training: bool) -> DrawKey:
-        """The key of the documents of a forward, told apart as the clock was set.
+        """The key of the documents of a forward, by order or by tokens, as the clock was set.
 
         Args:
             documents: of the batch.
@@ -117,15 +117,15 @@ class DrawClock:
             return key
         if ids is None:
             raise ValueError(
-                "a trainer's view draws for a document by its token ids, and this forward has inputs_embeds instead, "
-                "as prompt learning and images have: leave out the view, or prompt learning."
+                "in a trainer, a view draws by the token ids of a document, and this forward has inputs_embeds, "
+                "as with prompt learning and images: leave out the view, or prompt learning."
             )
         numbers = document_numbers(ids, t, documents)
         if self.pairs:
             rows = len(ids)
             if rows % 2 or documents.start.shape[1] != 1:
                 raise ValueError(
-                    "this trainer's batches hold chosen rows and as many rejected ones, one document a row; got "
+                    "this trainer's batches must hold chosen rows and as many rejected ones, one document a row; got "
                     f"{rows} rows{'' if documents.start.shape[1] == 1 else ' with position_ids of packed documents'}."
                 )
             numbers = numbers[: rows // 2].repeat(2, 1)
@@ -134,6 +134,6 @@ class DrawClock:
         return replace(key, sample=numbers, step=-1, progress=torch.ones((), dtype=torch.float64, device=ids.device))
 
     def tick(self) -> None:
-        """Move on after a forward, unless somebody sets the clock."""
+        """Count a forward as a step, unless a trainer or loop sets the clock."""
         if not self.is_set:
             self.step += 1

@@ -11,7 +11,7 @@ from ..views.base import Parameters, View
 
 @dataclass
 class Batch:
-    """What a decoder was called with, as far as positions go."""
+    """The arguments of a call of the decoder that matter for positions."""
 
     rows: int
     seq_len: int
@@ -22,10 +22,10 @@ class Batch:
     training: bool
     ids: torch.Tensor | None = None  # [rows, seq_len]; None where the call has embeddings
     cache: Any = None
-    compresses: bool = False  # rotary modules are asked for other positions than those of the tokens
+    compresses: bool = False  # rotary modules may be asked for positions of compressed keys, not of tokens
 
 
-class BoundIndex(Protocol):
+class ForwardIndex(Protocol):
     """The RoPE indices of one forward."""
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
@@ -34,39 +34,39 @@ class BoundIndex(Protocol):
 
 
 @dataclass(eq=False)  # not frozen: Dynamo before torch 2.13 loses the fields of frozen ones made while tracing
-class BoundView:
+class DrawnView:
     """A view with its draws: a function of the true positions, elementwise."""
 
     view: View
     documents: Documents
     parameters: Parameters
-    continues: bool = False  # a cache that holds these draws
+    continues: bool = False  # the draws come from a cache
 
-    def rows(self, order: torch.Tensor) -> "BoundView":
-        """The same for other rows: row i is what row order[i] was."""
+    def rows(self, order: torch.Tensor) -> "DrawnView":
+        """The draws of other rows: row i gets those of row order[i]."""
         n_rows = len(self.documents.start)
         taken = {
             name: p.index_select(p.ndim - 2, order.to(p.device)) if p.ndim >= 2 and p.shape[-2] == n_rows else p
             for name, p in self.parameters.items()
         }
-        return BoundView(self.view, self.documents.rows(order), taken)
+        return DrawnView(self.view, self.documents.rows(order), taken)
 
     def total(self, name: str) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Sum in float64, and number, of what was drawn of a parameter: each document counts once.
+        """Sum, in float64, and number of the drawn values of a parameter; each document counts once.
 
-        Packed rows say a document's value once a token, of which the first one counts. A view that reads tokens may
-        draw for each of them, so all of its values count.
+        In packed rows, all tokens of a document hold its value, and the first one is counted. A view that reads tokens
+        may draw for each of them, so that all its values are counted.
         """
         ordinal, drawn = self.documents.ordinal, self.parameters[name].double()
         if ordinal.shape[1] == 1 or self.view.reads_tokens or drawn.shape[-2:] != ordinal.shape:
             return drawn.sum(), drawn.numel()
         begins = torch.ones_like(ordinal, dtype=torch.bool)
         begins[:, 1:] = ordinal[:, 1:] != ordinal[:, :-1]
-        # not drawn[..., begins]: the CPU would wait for the GPU to learn its shape
+        # drawn[..., begins] would make the CPU wait for the GPU, to learn its shape
         return torch.where(begins, drawn, 0.0).sum(), begins.expand(drawn.shape).sum()
 
     def affected_from(self, t: torch.Tensor, n_layers: int) -> torch.Tensor:
-        """First token of each document that any of `n_layers` layers sees at another distance, as `View` says it.
+        """First token of each document that any of `n_layers` layers sees at a changed distance.
 
         Args:
             t: index of each token in its document, [1 or batch, seq_len], -1 on padding; whole documents.
@@ -77,44 +77,43 @@ class BoundView:
         ]
         return torch.stack(firsts).amin(0)
 
-    def by_layer(self, n_layers: int) -> "list[tuple[list[int], BoundView]]":
+    def by_layer(self, n_layers: int) -> "list[tuple[list[int], DrawnView]]":
         """Groups of layers that share positions."""
         groups = self.view.layer_groups(n_layers, self.parameters)
-        return [(layers, BoundView(view, self.documents, parameters)) for layers, view, parameters in groups if layers]
+        return [(layers, DrawnView(view, self.documents, parameters)) for layers, view, parameters in groups if layers]
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """Start + r(position - start) for each document; padding gets some index, which nothing attends to."""
+        """Start + r(position - start) for each document; padding gets any index, since nothing attends to it."""
         start = self.documents.start
         if start.shape[-1] not in (1, position_ids.shape[-1]):
             return self._by_row()(position_ids)
         return start + self.view.rope_index(position_ids - start, self.parameters)
 
-    def _by_row(self) -> "BoundView":
-        """The same, said once a row instead of once a token, for positions of other things than the tokens."""
+    def _by_row(self) -> "DrawnView":
+        """The draws once a row instead of once a token, for positions that are not those of tokens."""
         drawn = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
         if not all(bool((x == x[..., -1:]).all()) for x in (self.documents.ordinal, *drawn.values())):
             raise ValueError(
-                "a rotary module of this model asks for positions of windows of tokens, which may lie across "
-                "documents: a RoPE view there needs one document a row, and one draw for all of it. Leave packing "
-                "(position_ids that begin anew) out."
+                "this model applies RoPE to windows of tokens, which may cross documents, so a RoPE view needs one "
+                "document a row and one draw for it. Do not pack documents (position_ids that restart at 0)."
             )
         rows = {name: p[..., -1:] for name, p in drawn.items()}
-        return BoundView(self.view, self.documents.last_column(), {**self.parameters, **rows}, self.continues)
+        return DrawnView(self.view, self.documents.last_column(), {**self.parameters, **rows}, self.continues)
 
 
 @dataclass(eq=False)
-class BoundTable:
-    """Explicit indices for the tokens of this forward, [batch, seq_len]; `table` has those of earlier ones too.
+class IndexTable:
+    """Explicit indices of the tokens of this forward, [batch, seq_len]; `table` also has those of earlier tokens.
 
-    Compressed keys, as of DeepSeek-V4, stand for windows of tokens and ask at the place of a window's first token,
-    which may lie before this forward: they get the index of that token. A forward of one token asks for both in one
-    shape, so that only the positions themselves tell them apart: `own` are those of the tokens.
+    Compressed keys, as in DeepSeek-V4, stand for windows of tokens. Their position is that of the window's first token,
+    which may be in an earlier forward, and they get its index. In a forward of one token, both kinds of positions have
+    one shape, so that they are told apart by their values: `own` are the positions of the tokens.
     """
 
     index: torch.Tensor
     table: torch.Tensor
-    own: torch.Tensor | None = None  # [1 or batch, seq_len]; None where no rotary module is asked for other ones
-    continues: bool = False  # a cache that holds keys at earlier ones
+    own: torch.Tensor | None = None  # [1 or batch, seq_len]; None if keys are not compressed
+    continues: bool = False  # a cache holds earlier tokens
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
         n_asked, n_tokens = position_ids.shape[-1], self.index.shape[-1]

@@ -7,31 +7,31 @@ from torch import nn
 from ..base.call_stack import frames
 
 
-class Turns:
-    """One thread at a time is in a forward of the model: the indices in flight are the model's, not the thread's.
+class ForwardLock:
+    """Lets one thread at a time into a forward of the model, whose hooks keep the indices of that forward.
 
-    A thread's own storage would do, but Dynamo drops what a traced forward writes there. A copy of the model has turns
-    of its own.
+    Thread-local storage would need no lock, but Dynamo drops what a traced forward writes there. A copy of the model
+    gets a new lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: threading.Thread | None = None
 
-    def __reduce__(self) -> "tuple[type[Turns], tuple[()]]":
-        return Turns, ()
+    def __reduce__(self) -> "tuple[type[ForwardLock], tuple[()]]":
+        return ForwardLock, ()
 
-    def begin(self, decoder: nn.Module) -> None:
+    def acquire(self, decoder: nn.Module) -> None:
         """Wait until no other thread is in a forward of `decoder`."""
         if self._owner is threading.current_thread():
-            return  # an interrupt threw it out of a forward, past `end`
+            return  # an interrupt left a forward without `release`
         while not self._lock.acquire(timeout=0.5):
             if self._owner is not None and not _is_inside(self._owner, decoder):
-                break  # the owner was thrown out of its forward by an exception, past `end`
+                break  # an interrupt took the owner out of its forward without `release`
         self._owner = threading.current_thread()
 
-    def end(self) -> None:
-        """Let the next thread in."""
+    def release(self) -> None:
+        """Let the next thread into a forward."""
         if self._owner is threading.current_thread():
             self._owner = None
             self._lock.release()

@@ -1,7 +1,7 @@
 """The hooks that carry a view from the call of the decoder to its rotary modules.
 
-All are picklable objects. Only what a rotary module receives changes: `position_ids` stay what the caller made them,
-since Transformers reads a jump in them as the border of a packed document and masks across it.
+All are picklable objects. They change the input of rotary modules only. `position_ids` of the model stay as they are,
+because Transformers takes a jump in them for the border of a packed document and masks attention across it.
 """
 
 import weakref
@@ -16,11 +16,11 @@ from ..base.call_stack import frames
 from ..families.capabilities import why_no_checkpointing
 from ..layout.documents import real_tokens_of
 from ..rope.layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
-from ..rope.rotary import parameter_names, picks_by_row, rope_types
+from ..rope.rotary import depends_on_length, parameter_names, rope_types
 from ..views.base import TRUE_POSITIONS
 from .cache_arguments import cache_of, has_paged_cache, returned_cache, tokens_in
 from .cached_draws import forget_draws
-from .drawn_view import Batch, BoundIndex, BoundView
+from .drawn_view import Batch, DrawnView, ForwardIndex
 from .sources import ViewSource
 from .state import RopeState
 from .trainers import is_generating
@@ -37,7 +37,7 @@ class DecoderEntry:
         self.parameters = parameter_names(decoder)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "decoder": self.decoder()}  # of a copy of the model its own
+        return {**self.__dict__, "decoder": self.decoder()}  # a copy of the model has its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, decoder=weakref.ref(state["decoder"]))
@@ -50,28 +50,27 @@ class DecoderEntry:
         return None if shard is None else (args, shard.without_padding_mask(kwargs))
 
     def _draw(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (
-            not torch.compiler.is_compiling()
-        ):  # a lock cannot be traced: compiled forwards of threads are not kept apart
-            self.state.turns.begin(decoder)
-        # families and callers differ in what they give by place
+        # Dynamo cannot trace a lock, so compiled forwards of several threads are not kept apart
+        if not torch.compiler.is_compiling():
+            self.state.lock.acquire(decoder)
+        # families and callers differ in which arguments they pass by position
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         cache = cache_of(call)
         in_training = self.state.in_training(decoder)
         training = in_training and not is_generating(cache)
         source = self.state.active(training)
-        # a `rope_view` block draws for itself; for the view of the model, whoever trains it says which step it is
+        # a `rope_view` block counts its own draws; the view of the model learns its step from the trainer or optimizer
         if source is None or source is self.state.source:
-            # replies are sampled before the reference reads them, which then has to have the view already
+            # also when `generate` samples replies: the reference model needs the view before it reads them
             forward = (in_training, training, call.get("input_ids") is not None)
             if not (torch.compiler.is_compiling() and self._step_is_known(*forward)):
                 self._learn_step(*forward)
         position_ids, attention_mask = call.get("position_ids"), call.get("attention_mask")
         axes = 2 if position_ids is None else position_ids.ndim
         if axes != 2 and isinstance(source, ViewSource) and not source.view.perturbs:
-            source = None  # which is the same, and reads no documents out of positions of another shape
+            source = None  # the same result, without looking for documents in mRoPE positions
         if source is None:
-            self.state.bound = None
+            self.state.drawn = None
             if not training:
                 forget_draws(cache)
             return
@@ -81,30 +80,30 @@ class DecoderEntry:
         if position_ids is not None and axes != 2:
             raise ValueError(
                 "a RoPE view that moves positions needs position_ids of shape [batch, seq_len] or None, got "
-                f"{tuple(position_ids.shape)}: of positions with several axes (mRoPE) no view says what they become. "
+                f"{tuple(position_ids.shape)}: views are not defined for positions with several axes (mRoPE). "
                 f"Use view {TRUE_POSITIONS!r}; rescalings and distillation at true positions go with it."
             )
         if has_paged_cache(call):
             raise ValueError(
-                "a RoPE view needs to know where documents begin and end, and continuous batching (generate_batch) "
-                "hands over pieces of them: use generate, or leave the view."
+                "a RoPE view needs whole documents, and continuous batching (generate_batch) passes pieces of them: "
+                "use generate, or leave the view."
             )
         if position_ids is None and call.get("cu_seq_lens_q") is not None:
             raise ValueError(
-                "cu_seq_lens_q says that rows hold several documents, and a RoPE view begins anew in each: give "
-                "position_ids that count from 0 in each document too."
+                "cu_seq_lens_q means that documents are packed, and a RoPE view has to know their borders: also pass "
+                "position_ids that count from 0 in each document."
             )
         if self.state.layers_call_rotary and torch.is_grad_enabled() and is_checkpointing(decoder):
             raise ValueError(why_no_checkpointing(decoder))
         if isinstance(source, ViewSource) and source.view.perturbs and _is_chunk_of_a_prompt(cache):
             raise ValueError(
-                "prefill_chunk_size hands over a prompt in pieces, and a RoPE view draws for the whole of it: leave "
+                "prefill_chunk_size passes a prompt in pieces, and a RoPE view draws for the whole prompt: leave "
                 "prefill_chunk_size out."
             )
         if isinstance(source, ViewSource) and source.view.layerwise:
             attach_layer_hooks(decoder)
         ids = call.get("input_ids")
-        if self.state.shard is not None:  # draws go by whole rows
+        if self.state.shard is not None:  # draws are made for whole sequences
             whole = self.state.shard.batch
             tokens = ids = whole["input_ids"]
             position_ids, attention_mask = whole.get("position_ids"), whole.get("attention_mask")
@@ -130,11 +129,11 @@ class DecoderEntry:
         assert decoder is not None
         learn_step(self.state, decoder, self.patch, training=training, draws=draws, has_ids=has_ids)
 
-    @torch.compiler.assume_constant_result  # whose arguments are constants, before torch 2.13 no modules
+    @torch.compiler.assume_constant_result  # before torch 2.13 its arguments must be constants, not modules
     def _step_is_known(self, training: bool, draws: bool, has_ids: bool) -> bool:
-        """Whether `learn_step` passes. Dynamo calls it while it traces, inside the trainer's step.
+        """Whether `learn_step` succeeds; Dynamo calls this while it traces, inside the trainer's step.
 
-        Where it does not pass, the graph breaks and the error is raised outside of it, as what it is.
+        If it does not, the graph breaks, and the error is raised outside of the graph, where users can read it.
         """
         try:
             self._learn_step(training, draws, has_ids)
@@ -144,7 +143,7 @@ class DecoderEntry:
 
 
 class DecoderExit:
-    """Forward hook of the decoder, also called when it raises: ends the view of this forward."""
+    """Forward hook of the decoder, also called if the forward raises: ends the view of this forward."""
 
     def __init__(self, state: RopeState) -> None:
         self.state = state
@@ -156,7 +155,7 @@ class DecoderExit:
             self.state.leave(finished=output is not None, cache=cache)
         finally:
             if not torch.compiler.is_compiling():
-                self.state.turns.end()
+                self.state.lock.release()
 
 
 class RotaryEntry:
@@ -166,63 +165,63 @@ class RotaryEntry:
         self.state = state
         self.name = name
         self.frozen_type: Any = None
-        self.by_layer: dict[int, Any] = {}  # for the exit of the same call, as is
-        self.frequencies: dict[str, torch.Tensor] = {}  # of the RoPE parameters, where the view has others
+        self.by_layer: dict[int, Any] = {}  # read by the exit of the same call
+        self.frequencies: dict[str, torch.Tensor] = {}  # the module's own, while a view replaces them
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self.restore(module)  # after a forward that an interrupt threw out, of which no hook is told
+        self.restore(module)  # an interrupted forward runs no exit hook
         current = self.state.current.rotary[self.name]
-        # `model.to(bfloat16)` casts buffers too, and frequencies of 8 bits turn far positions by whole radians;
-        # `.float()` after it hides that from their dtype
+        # `model.to(bfloat16)` casts buffers too: with 8 bits of frequency, far positions are wrong by whole radians.
+        # A later `.float()` does not restore the values, and the dtype no longer shows the cast.
         if current.was_rounded_in(module) or current.was_replaced_in(module):
             current.write(module)
-        bound = self.state.bound
+        drawn = self.state.drawn
         self.by_layer = {}
-        if bound is None or _layer_type(args, kwargs) in self.state.local.types:
+        if drawn is None or _layer_type(args, kwargs) in self.state.local.types:
             self._by_whole_rows(module, args, kwargs)
             return None
-        view = bound.view if isinstance(bound, BoundView) else None
+        view = drawn.view if isinstance(drawn, DrawnView) else None
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         x = kwargs["x"] if "x" in kwargs else args[0]
         stays = self.state.local.layers if view is None or (view.perturbs and not view.names_layers) else ()
-        picks = any(picks_by_row(t) for t in rope_types(module))
-        # `forward`, as a call of the module would come by this hook again
+        picks = any(depends_on_length(t) for t in rope_types(module))
+        # `forward`, because calling the module would run this hook again
         if picks and self.state.shard is not None:
             self._choose_by_whole_rows(module, args, kwargs)
         at_true_positions = module.forward(*args, **kwargs) if stays or picks else None
         if picks:
-            # these pick frequencies by the largest index: they saw the true ones, now hold on to the choice
+            # dynamic RoPE chooses frequencies by max(position_ids); it has seen the true ones, so freeze that choice
             self._freeze(module)
         self.state.applied = True
-        if isinstance(bound, BoundView) and bound.view.rescales:
+        if isinstance(drawn, DrawnView) and drawn.view.rescales:
             self.frequencies = {name: getattr(module, name) for name in current.buffers}
             for name, inv_freq in self.frequencies.items():
-                module._buffers[name] = bound.view.frequencies(inv_freq, bound.parameters)
-        if isinstance(bound, BoundView) and bound.view.layerwise:
-            for layers, of_layers in bound.by_layer(module.config.num_hidden_layers):
+                module._buffers[name] = drawn.view.frequencies(inv_freq, drawn.parameters)
+        if isinstance(drawn, DrawnView) and drawn.view.layerwise:
+            for layers, of_layers in drawn.by_layer(module.config.num_hidden_layers):
                 embeddings = module.forward(x, self._index(of_layers, position_ids).to(x.device))
                 self.by_layer.update(dict.fromkeys(layers, embeddings))
-                bound = of_layers  # any will do for the call itself, whose output no layer takes
+                drawn = of_layers  # any group will do for the call itself: no layer uses its output
         self.by_layer.update(dict.fromkeys(stays, at_true_positions))
-        rope_index = self._index(bound, position_ids).to(x.device)
+        rope_index = self._index(drawn, position_ids).to(x.device)
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": rope_index}
         return (args[0], rope_index, *args[2:]), kwargs
 
-    def _index(self, bound: BoundIndex, position_ids: torch.Tensor) -> torch.Tensor:
-        """RoPE indices of the tokens at hand, which may be a part of whole rows."""
+    def _index(self, drawn: ForwardIndex, position_ids: torch.Tensor) -> torch.Tensor:
+        """RoPE indices of this rank's tokens."""
         shard = self.state.shard
-        return bound(position_ids) if shard is None else shard.local(bound(shard.positions))
+        return drawn(position_ids) if shard is None else shard.local(drawn(shard.positions))
 
     def _by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let ranks that share a sequence take the same frequencies at true positions."""
-        if self.state.shard is not None and any(picks_by_row(t) for t in rope_types(module)):
+        """Give ranks that share a sequence the same frequencies at true positions."""
+        if self.state.shard is not None and any(depends_on_length(t) for t in rope_types(module)):
             self._choose_by_whole_rows(module, args, kwargs)
 
     def _choose_by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let a module that picks frequencies by the largest position see those of whole rows, and hold on to that."""
+        """Let dynamic RoPE choose frequencies by the positions of whole sequences, and freeze that choice."""
         assert self.state.shard is not None
         positions = self.state.shard.positions
         if "position_ids" in kwargs:
@@ -232,13 +231,13 @@ class RotaryEntry:
         self._freeze(module)
 
     def _freeze(self, module: Any) -> None:
-        """Keep the frequencies that the module has picked, until `restore`."""
+        """Keep the frequencies that the module has chosen, until `restore`."""
         if self.frozen_type is None:
             self.frozen_type = rope_type = module.rope_type
             module.rope_type = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
 
     def restore(self, module: Any) -> None:
-        """Give the module back what it has of its RoPE parameters."""
+        """Give the module its own RoPE type and frequencies back."""
         if self.frozen_type is not None:
             module.rope_type = self.frozen_type
             self.frozen_type = None
@@ -248,7 +247,7 @@ class RotaryEntry:
 
 
 class RotaryExit:
-    """Forward hook of a rotary module, also called when it raises: lets go of what the entry holds."""
+    """Forward hook of a rotary module, also called if it raises: undoes what the entry changed."""
 
     def __init__(self, entry: RotaryEntry) -> None:
         self.entry = entry
@@ -262,10 +261,10 @@ class RotaryExit:
 
 
 def _let_graphs_see_hooks() -> None:
-    """Let graphs of torch.compile notice hooks that come and go, also graphs that are there already.
+    """Make torch.compile check for hooks that were added or removed, also in graphs that exist already.
 
-    By default Dynamo takes it that nobody hooks a module after the first call: a view would then change nothing, and a
-    graph that was traced with one would serve other models of the same class.
+    By default Dynamo assumes that no hook is added after the first call. A view would then have no effect, and a graph
+    that was traced with a view would serve other models of the same class.
     """
     import torch._dynamo  # Transformers has imported it
 
@@ -278,7 +277,7 @@ def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeSt
     """Register the hooks of a model that has none; `patch` is `patch_model`."""
     _let_graphs_see_hooks()
     decoder.register_forward_pre_hook(DecoderEntry(state, decoder, patch), with_kwargs=True)
-    # always_call: a forward that raises has to let go of its view, too, or the next one would run under it
+    # always_call: if a forward raises, its view must end too, or the next forward would run under it
     decoder.register_forward_hook(DecoderExit(state), always_call=True)
     for name, module in rotary.items():
         entry = RotaryEntry(state, name)
@@ -289,7 +288,7 @@ def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeSt
 
 
 def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], *, layers: bool = True) -> None:
-    """Take them off again, if asked also those of layers. By class, as handles do not survive a copy of the model."""
+    """Remove the hooks, with `layers` also those of layers; by class, as a copy of a model has other handles."""
     if layers:
         detach_layer_hooks(decoder)
     ours = (DecoderEntry, DecoderExit, RotaryEntry, RotaryExit)

@@ -1,7 +1,7 @@
 """Which `rope_view` blocks are open on a model, each in the thread and coroutine that opened it.
 
-A module of its own, as three parties share a model in one process: threads, coroutines, and graphs of torch.compile,
-which cannot trace context variables and read a thread's own list in their place.
+Threads, coroutines and graphs of torch.compile may share a model. Context variables keep threads and coroutines apart;
+Dynamo cannot trace these, so that graphs read a thread-local list.
 """
 
 import threading
@@ -51,7 +51,7 @@ class OpenSources(Generic[S]):
         last = max(i for i, other in enumerate(self._everywhere) if other is source)
         del self._everywhere[last]
         here = [i for i, other in enumerate(self._traced.stack) if other is source]
-        if here:  # else it was opened in another thread
+        if here:  # otherwise it was opened in another thread
             self._traced.stack = self._traced.stack[: here[-1]] + self._traced.stack[here[-1] + 1 :]
         entries = _HERE.get()
         here = [i for i, entry in enumerate(entries) if entry[0] is self and entry[1] is source]
@@ -78,9 +78,9 @@ class OpenSources(Generic[S]):
             if owner is self and any(source is other for other in self._everywhere):
                 return source  # type: ignore[return-value]
         raise ValueError(
-            "another thread or coroutine has a rope_view open on this model, and this one has none: which RoPE indices "
-            "its forward should get cannot be told. Open rope_view where the model is called, with 'standard' for true "
+            "rope_view is open on this model in another thread or coroutine, but not in this one, so the RoPE indices "
+            "of this forward are not known. Open rope_view where the model is called, with 'standard' for true "
             "positions, or run the thread in the context of the block: "
             "Thread(target=contextvars.copy_context().run, args=(model.generate, ...)). Continuous batching "
-            "(generate_batch) calls the model in a thread of its own and goes with no block: take generate."
+            "(generate_batch) runs the model in its own thread and does not work with rope_view: use generate."
         )

@@ -7,7 +7,7 @@ from ..layout.documents import Documents, locate_documents
 from ..views.base import View
 from .cached_draws import draws_of, why_other_indices, why_other_view
 from .draw_clock import DrawClock
-from .drawn_view import Batch, BoundTable, BoundView
+from .drawn_view import Batch, DrawnView, IndexTable
 
 
 class ViewSource:
@@ -17,54 +17,55 @@ class ViewSource:
         require_integer("seed", seed)
         self.view = view
         self.clock = DrawClock(seed)
-        self.last: BoundView | None = None  # of the last forward that drew: for logging
-        self.checked_length = 0  # of documents that the view is known to take, where a forward's may be shorter
-        self.of_trainer = False  # put on for one run: the next trainer of the model does not keep it
+        self.last: DrawnView | None = None  # of the last forward that drew: for logging
+        self.checked_length = 0  # longest training document, checked once: a batch may have shorter ones only
+        self.of_trainer = False  # added for one run of a trainer: the next trainer removes it
 
-    def bind(self, batch: Batch) -> BoundView:
+    def bind(self, batch: Batch) -> DrawnView:
         """Draw for a forward; one that continues a cache keeps the draws that filled it."""
         last = draws_of(batch.cache)
         if batch.cached and last is not None:
-            if isinstance(last, BoundTable):
+            if isinstance(last, IndexTable):
                 raise ValueError(why_other_indices("explicit indices (rope_view(index=...))", f"{self.view!r} is"))
             return self._continued(last, batch)
         documents = locate_documents(
             batch.rows, batch.seq_len, batch.device, batch.position_ids, _current(batch.attention_mask, batch)
         )
         if batch.cached:
-            # tokens behind a prefix that was run under no view, e.g. of prefix tuning: it begins their document
+            # the cache was filled without a view, e.g. by prefix tuning: its tokens are the beginning of the document
             before = _cached_tokens(batch)
             start = documents.start if batch.position_ids is None else documents.start - before
             documents = Documents(start, documents.length + before, documents.ordinal)
         if self.view.follows_progress and not self.clock.is_set:
             raise ValueError(
-                f"{self.view!r} has a curriculum, and nobody has told its clock how far training is. Transformers' "
-                "Trainer and TRL's do; in a loop of your own call rope_patch.patch.view_source(model).clock."
-                "set_step(step, progress) before each step, with progress from 0 to 1, of a view that patch_model has "
-                "put on; a block of rope_view has no progress. Or leave out curriculum."
+                f"{self.view!r} has a curriculum, and its clock does not know how far training is. Trainers of "
+                "Transformers and TRL set it. In your own loop, use patch_model and call "
+                "rope_patch.patch.view_source(model).clock."
+                "set_step(step, progress) before each step, with progress from 0 to 1 (rope_view has no progress). Or "
+                "leave out curriculum."
             )
-        # a fixed split may lie behind the end of all documents of one batch, if not behind those of every one
+        # a fixed split may lie beyond all documents of one batch, but not beyond those of every batch
         self.view.check_length(max(_longest(documents, batch), self.checked_length))
         t = _in_document(batch, documents)
         key = self.clock.key_of(documents, batch.ids, t, batch.training)
         parameters = self.view.draw_for(batch.ids, t, documents, key)
         self.clock.tick()
-        self.last = BoundView(self.view, documents, parameters)
+        self.last = DrawnView(self.view, documents, parameters)
         return self.last
 
-    def _continued(self, last: BoundView, batch: Batch) -> BoundView:
+    def _continued(self, last: DrawnView, batch: Batch) -> DrawnView:
         rows = last.documents.start.shape[0]
         if last.view != self.view:
             raise ValueError(why_other_view(last.view, f"{self.view!r} is"))
         if rows != batch.rows:
             raise ValueError(
-                f"decoding under a view goes on with the {rows} rows that filled the cache, got {batch.rows} rows. "
+                f"decoding under a view continues with the {rows} rows that filled the cache, got {batch.rows} rows. "
                 "Start generation from an empty cache inside the view."
             )
-        # what comes behind a row belongs to its last document: the draws of its last token, out of [batch, n], or
-        # [n_layers, batch, n] where layers draw apart
+        # new tokens belong to the last document of a row, so take the draws of its last token, from [batch, n], or
+        # from [n_layers, batch, n] if each layer has its own
         parameters = {n: p[..., -1:] if p.ndim >= 2 else p for n, p in last.parameters.items()}
-        return BoundView(last.view, last.documents.last_column(), parameters, continues=True)
+        return DrawnView(last.view, last.documents.last_column(), parameters, continues=True)
 
 
 class TableSource:
@@ -73,14 +74,14 @@ class TableSource:
     def __init__(self, index: torch.Tensor) -> None:
         self.index = index
 
-    def bind(self, batch: Batch) -> BoundTable:
+    def bind(self, batch: Batch) -> IndexTable:
         """The part of the table for the tokens of this forward: those after what the cache holds."""
         filled = draws_of(batch.cache)
-        if batch.cached and isinstance(filled, BoundView) and filled.view.perturbs:
+        if batch.cached and isinstance(filled, DrawnView) and filled.view.perturbs:
             raise ValueError(why_other_view(filled.view, "explicit indices are"))
         rows, tokens = self.index.shape
         end = batch.cached + batch.seq_len
-        # in inference a prompt may be shorter than the table, whose rest is for what is generated
+        # in inference the rest of the table may be for tokens that are generated later
         if rows not in (1, batch.rows) or end > tokens or (not batch.cached and end != tokens and batch.training):
             raise ValueError(
                 f"index must be [batch, seq_len] for the forward that it is used in, got {tuple(self.index.shape)} "
@@ -88,11 +89,11 @@ class TableSource:
             )
         table = self.index.to(batch.device).expand(batch.rows, -1)
         part = table[:, batch.cached : end]
-        return BoundTable(part, table, _positions(batch) if batch.compresses else None, continues=bool(batch.cached))
+        return IndexTable(part, table, _positions(batch) if batch.compresses else None, continues=bool(batch.cached))
 
 
 def _current(attention_mask: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
-    """The mask of this forward's own tokens: a cache's covers earlier ones too, and a static one's those to come."""
+    """The mask of this forward's tokens only: with a cache, the mask covers earlier and perhaps later tokens too."""
     if attention_mask is None or attention_mask.ndim != 2:
         return None
     end = batch.cached + batch.seq_len
@@ -125,7 +126,7 @@ def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
 
 
 def _longest(documents: Documents, batch: Batch) -> int:
-    """Tokens of the longest document; of the row where there are no data to branch on, as in traced graphs."""
+    """Tokens of the longest document; in traced graphs, where values cannot be read, tokens of the row."""
     if (
         torch.compiler.is_compiling()
         or batch.device.type == "meta"

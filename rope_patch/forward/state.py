@@ -1,8 +1,8 @@
-"""What is in force on a patched model, and which RoPE indices the forward in flight gets.
+"""The patches of a model, and the RoPE indices of the forward in flight.
 
-One `RopeState` per model hangs on its decoder and is shared by the hooks. Only modules outside the checkpointed layers
-read it, so a recompute in backward never sees a later state. It holds tensors and plain values: it can be copied,
-pickled and traced.
+The decoder holds one `RopeState`, which the hooks share. Only modules outside checkpointed layers read it, so that a
+recompute in backward never sees a later state. It holds tensors and plain values, and can be copied, pickled and
+traced.
 """
 
 import weakref
@@ -15,8 +15,8 @@ from ..families.local_layers import LocalLayers
 from ..layout.shards import SequenceShard
 from ..views.base import View
 from .cached_draws import keep_draws, set_in_view
-from .drawn_view import Batch, BoundIndex, BoundTable, BoundView
-from .forward_lock import Turns
+from .drawn_view import Batch, DrawnView, ForwardIndex, IndexTable
+from .forward_lock import ForwardLock
 from .open_views import OpenSources
 from .sources import TableSource, ViewSource
 
@@ -28,7 +28,7 @@ When = Literal["train", "always"]
 
 
 class Leader:
-    """The decoder whose mode another one goes by."""
+    """The decoder whose training mode a reference model follows."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self._decoder = weakref.ref(decoder)
@@ -42,30 +42,30 @@ class Leader:
 
 @dataclass
 class RopeState:
-    """All that was done to a model. Lives at `decoder._rope_patch`.
+    """The patches of a model, stored at `decoder._rope_patch`.
 
     Args:
         original: RoPE parameters of the model before the first patch, bit for bit.
-        native: the same with frequencies in float32: what the model was trained with.
+        native: the same with frequencies in float32, as in pretraining.
         current: those in force.
         start: those that a rescaling starts from: `native`, or those that a loaded adapter was trained with.
-        start_rescalings: what made `start` of `native`, in order.
-        rescaling: the rescaling that made `current` of `start`, if any.
+        start_rescalings: the rescalings from `native` to `start`, in order.
+        rescaling: the rescaling from `start` to `current`, if any.
         local: the layers that a view leaves at true positions.
         source: the view of `patch_model`, if any.
         when: in which forwards that view is sampled.
-        ended: the view of a training that is over, and when it was sampled: what adapters record from then on.
-        leader: of a reference model, the decoder whose training it takes part in.
+        ended: the view of a training that is over, and when it was sampled; adapters record it from then on.
+        leader: of a reference model, the decoder of the model that is trained.
         overrides: sources of the `rope_view` blocks that are open, innermost last.
-        turns: of the threads that call the model.
-        bound: indices of the forward in flight.
-        applied: whether a rotary module has used them.
-        layers_call_rotary: a rotary module sits inside a layer, so that checkpointing runs it again in backward.
+        lock: lets one thread at a time into a forward of the model.
+        drawn: indices of the forward in flight.
+        applied: whether a rotary module has used these indices.
+        layers_call_rotary: whether rotary modules are inside layers, so that checkpointing runs them again in backward.
         native_blocks: how many `native_rope` blocks are open.
-        native_configs: native configs that rotary modules read in forwards, by module name; they get them in the block.
-        beside_native: those that come back at their end, what the modules held of them, and the modules' configs.
-        temporary: whether a block put the patch on, which then ends with the last block.
-        shard: which tokens of whole rows forwards get, where several ranks share a sequence; None: all of them.
+        native_configs: by module name, configs that rotary modules read in forwards inside `native_rope`.
+        beside_native: what the end of `native_rope` restores: `current`, the parameters in the modules, their configs.
+        temporary: whether only blocks have patched the model, so that the patch ends with the last block.
+        shard: which tokens this rank gets, if several ranks share a sequence; None means all.
     """
 
     original: "RopeParameters"
@@ -80,8 +80,8 @@ class RopeState:
     ended: tuple[View, When] | None = None
     leader: "Leader | None" = None
     overrides: "OpenSources[ViewSource | TableSource]" = field(default_factory=OpenSources)
-    turns: Turns = field(default_factory=Turns)
-    bound: BoundIndex | None = None
+    lock: ForwardLock = field(default_factory=ForwardLock)
+    drawn: ForwardIndex | None = None
     applied: bool = False
     layers_call_rotary: bool = False
     native_blocks: int = 0
@@ -91,34 +91,34 @@ class RopeState:
     shard: SequenceShard | None = None
 
     def require_no_native_rope(self, what: str) -> None:
-        """Raise ValueError inside `native_rope`, whose end puts back the RoPE parameters from before."""
+        """Raise ValueError inside `native_rope`, whose end restores the RoPE parameters from before it."""
         if self.native_blocks:
             raise ValueError(inside_native_rope(what))
 
     def __getstate__(self) -> dict[str, Any]:
         self.require_no_native_rope("copying or pickling the model")
-        return {**self.__dict__, "leader": None}  # a copy of a reference model goes by its own mode
+        return {**self.__dict__, "leader": None}  # a copy of a reference model follows its own mode
 
     @property
     def rescalings(self) -> "tuple[Rescaling, ...]":
-        """All that made the RoPE parameters in force of the native ones, in order; () if they are native."""
+        """All rescalings between the native RoPE parameters and those in force, in order."""
         return self.start_rescalings if self.rescaling is None else (*self.start_rescalings, self.rescaling)
 
     def settle(self) -> None:
-        """Let rescalings from now on start from the RoPE parameters in force, which the weights were trained with."""
+        """Let later rescalings start from the RoPE parameters in force, as the weights were trained with them."""
         self.start, self.start_rescalings, self.rescaling = self.current, self.rescalings, None
 
     def in_training(self, decoder: nn.Module) -> bool:
-        """Whether a forward of `decoder` belongs to training; that of a reference model does if its leader's would.
+        """Whether a forward of `decoder` belongs to training; a reference model follows its leader.
 
-        Only while a trainer sets their clock: trainers leave the leader in training mode, and the reference to others.
+        It does so only while a trainer sets the clock: after training, the leader may still be in training mode.
         """
         if self.leader is None:
             return decoder.training
         return self.leader.training and self.source is not None and self.source.clock.is_set
 
     def active(self, training: bool) -> ViewSource | TableSource | None:
-        """The source that decides the next forward's indices; None for true positions."""
+        """The source of the next forward's indices; None for true positions."""
         override = self.overrides.innermost()
         if override is not None:
             return override
@@ -130,26 +130,26 @@ class RopeState:
         """Begin a forward of the decoder."""
         source = self.active(batch.training)
         self.applied = False
-        self.bound = None if source is None else source.bind(batch)
+        self.drawn = None if source is None else source.bind(batch)
         if batch.cached:
             set_in_view(batch.cache, True)
 
     def leave(self, finished: bool, cache: Any) -> None:
-        """End it; a view that no rotary module has used would be lost in silence.
+        """End the forward, and raise if no rotary module used the view.
 
         Args:
-            finished: whether it returned.
-            cache: that a forward in inference returned, if any.
+            finished: whether the forward returned.
+            cache: the cache that a forward in inference returned, if any.
         """
-        bound, self.bound = self.bound, None
+        drawn, self.drawn = self.drawn, None
         if cache is not None:
             set_in_view(cache, False)
-        if cache is not None and isinstance(bound, BoundView | BoundTable) and not bound.continues:
-            keep_draws(cache, bound)
-        if finished and bound is not None and not self.applied:
+        if cache is not None and isinstance(drawn, DrawnView | IndexTable) and not drawn.continues:
+            keep_draws(cache, drawn)
+        if finished and drawn is not None and not self.applied:
             raise RuntimeError(
-                "A RoPE view was in force but the model called none of its rotary modules in this forward, so it had "
-                "no effect. Either its config switches RoPE off or this model computes positions elsewhere."
+                "the RoPE view had no effect, because the model called none of its rotary modules in this forward: its "
+                "config switches RoPE off, or it computes positions elsewhere. Run it without the view."
             )
 
 

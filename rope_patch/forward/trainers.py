@@ -1,4 +1,4 @@
-"""Whose forward it is: of `generate` or of a trainer; and the reference model that a trainer has."""
+"""Find out whether a forward belongs to `generate` or to a trainer; keep a trainer's reference model in step."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ..rescalings.in_place import RopeParameters
 from ..rope.rotary import find_decoder
 from .state import RopeState
 
-_VETTED = "_rope_patch_vetted"  # on a trainer: its ref_model has the RoPE of its model
+_VETTED = "_rope_patch_vetted"  # set on a trainer whose ref_model has been checked
 
 
 def reference_of(trainer: Any) -> Any:
@@ -23,7 +23,7 @@ def reference_of(trainer: Any) -> Any:
 
 
 def give_rope_to_reference(trainer: Any, decoder: Any, state: RopeState, patch: Callable[..., Any]) -> None:
-    """Give a `ref_model` that a trainer loads by name the rescaling of its model, with which training begins; once.
+    """Once a trainer, rescale the `ref_model` that it loaded by name as its model is rescaled.
 
     Args:
         trainer: in whose training or evaluation a forward of the model is in flight.
@@ -32,15 +32,15 @@ def give_rope_to_reference(trainer: Any, decoder: Any, state: RopeState, patch: 
         patch: `patch_model`.
 
     Raises:
-        ValueError: the `ref_model` has other frequencies for another reason, was already read, or replies are sampled
-            by a program that loads the model by name.
+        ValueError: the `ref_model` has other frequencies for another reason or was already read, or vLLM samples
+            replies from the model as it is saved.
     """
     if getattr(trainer, _VETTED, False) or find_decoder(trainer.model) is not decoder:
         return
     if state.rescalings and getattr(trainer.args, "use_vllm", False):
         raise ValueError(
-            "use_vllm=True samples replies from a model that vLLM loads by its name, without the rescaling that "
-            "this one has: save the rescaled model with save_pretrained, and train the saved one."
+            "use_vllm=True samples replies from the checkpoint that vLLM loads by name, without the rescaling of this "
+            "model: save the rescaled model with save_pretrained, and train the saved one."
         )
     reference = reference_of(trainer)
     if reference is not None and reference is not decoder:
@@ -77,13 +77,13 @@ def _alike(parameters: RopeParameters, other: RopeParameters) -> bool:
 
 
 def is_generating(cache: Any) -> bool:
-    """Whether a forward is one of `generate`, which trainers also call in training mode: it samples no view there.
+    """Whether a forward belongs to `generate`, which trainers also call in training mode; no view is sampled there.
 
-    A reply is sampled token by token, from prefixes that a view would draw for one by one.
+    A reply is sampled token by token, and a view would draw anew for each prefix of it.
     """
     if torch.is_grad_enabled():
         return False
-    if torch.compiler.is_compiling():  # the call is out of sight in a graph; `generate` compiles forwards with a cache
+    if torch.compiler.is_compiling():  # a graph does not see its caller; `generate` compiles forwards with a cache
         return cache is not None
     return any(_is_generate(frame.f_code) for frame in frames())
 
@@ -94,7 +94,7 @@ def _is_generate(code: CodeType) -> bool:
 
 
 def running_trainer(*methods: str) -> Any:
-    """The Trainer whose method of one of these names the forward in flight belongs to, None if there is none."""
+    """The Trainer that is running one of these methods around this forward, None if there is none."""
     module = sys.modules.get("transformers.trainer")
     if module is None:
         return None

@@ -1,4 +1,4 @@
-"""Which optimizer step a training forward belongs to, as the trainer or the optimizer around it tells."""
+"""Which optimizer step a training forward belongs to, learnt from the trainer or the optimizer around it."""
 
 import gc
 import weakref
@@ -16,8 +16,8 @@ from .sources import ViewSource
 from .state import RopeState
 from .trainers import give_rope_to_reference, running_trainer
 
-_OPTIMIZER = -1  # driver of a clock that goes by an optimizer; callbacks count from 0
-# clock -> the decoder whose optimizer it goes by
+_OPTIMIZER = -1  # driver of a clock that follows an optimizer; callbacks are numbered from 0
+# clock -> the decoder whose optimizer it follows
 _FOLLOWING: "weakref.WeakKeyDictionary[DrawClock, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
 # steps that an optimizer has taken, since this process or, if its state keeps count, since its training began
 _STEPS: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
@@ -26,19 +26,19 @@ _STEPS: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary(
 def learn_step(
     state: RopeState, decoder: nn.Module, patch: Callable[..., Any], *, training: bool, draws: bool, has_ids: bool
 ) -> None:
-    """Before a forward, set the clock of the model's view to the optimizer step, unless somebody else sets it.
+    """Before a forward, set the clock of the model's view to the optimizer step, unless the user's code sets it.
 
     Args:
         state: of the decoder.
         decoder: of the model.
         patch: `patch_model`.
         training: whether the forward belongs to training.
-        draws: whether it draws, as all of training do but those of `generate`.
-        has_ids: whether the forward has token ids, by which a document is known.
+        draws: whether the view is sampled in it: in all forwards of training except those of `generate`.
+        has_ids: whether the forward has token ids, which draws are keyed by.
 
     Raises:
-        ValueError: the trainer or one of its arguments would let views draw apart, a `ref_model` has other
-            frequencies, or several ranks would draw alike.
+        ValueError: under this trainer or one of its arguments, forwards that need the same draw would get different
+            ones; a `ref_model` has other frequencies; or all ranks would get the same draws.
     """
     if state.leader is not None:
         return
@@ -58,13 +58,13 @@ def learn_step(
 
 
 def _go_by_optimizer(source: ViewSource, decoder: nn.Module, has_ids: bool) -> None:
-    """Let the clock of a view go by the optimizer of a loop, unless somebody else sets it."""
+    """Let the clock of a view follow the optimizer of a training loop, unless the user's code sets it."""
     clock = source.clock
     if clock.driver not in (None, _OPTIMIZER) and running_trainer("train") is None:
-        clock.release()  # the run of its trainer broke off
+        clock.release()  # its trainer was interrupted
     if clock.is_set:
         return
-    # a curriculum needs the number of steps too, which no optimizer tells
+    # a curriculum also needs the number of steps, which an optimizer does not know
     known = has_ids and not source.view.follows_progress and _follow_optimizer(clock, decoder)
     if not known and _ranks() > 1:
         raise ValueError(
@@ -75,16 +75,16 @@ def _go_by_optimizer(source: ViewSource, decoder: nn.Module, has_ids: bool) -> N
 
 
 def _follow_optimizer(clock: DrawClock, decoder: nn.Module) -> bool:
-    """Let a clock go by the steps of the optimizer over the parameters of `decoder`; whether there is one.
+    """Let a clock follow the optimizer that steps the parameters of `decoder`; returns whether there is one.
 
-    Torch keeps no list of optimizers, so all objects are looked through, once. After resuming, the state of an
-    optimizer such as Adam says how many steps it has taken.
+    Torch keeps no list of optimizers, so this looks through all objects, once. After resuming, the state of an
+    optimizer such as Adam tells how many steps it has taken.
     """
     if clock in _FOLLOWING:
         return False
     _FOLLOWING[clock] = weakref.ref(decoder)
     _count_steps()
-    # accelerate's wrapper is an optimizer too, without hooks of its own
+    # accelerate's wrapper is an Optimizer too, but has no hooks
     optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
     real = [o for o in optimizers if "_optimizer_step_post_hooks" in vars(o) and _holds(o, decoder)]
     steps = {o: _saved_steps(o) or _STEPS.get(o, 0) for o in real}
@@ -100,15 +100,15 @@ def _holds(optimizer: Optimizer, decoder: nn.Module) -> bool:
 
 
 def _saved_steps(optimizer: Optimizer) -> int:
-    """Steps by the state of an optimizer, 0 if it keeps no count."""
-    # of all parameters, as one that got no gradient, such as an expert's, has fewer
+    """Steps in the state of an optimizer, 0 if it keeps no count."""
+    # the maximum, because a parameter without gradients, such as an unused expert's, has fewer
     counts = (state["step"] for state in (*optimizer.state.values(), *optimizer.param_groups) if "step" in state)
     return max(map(int, counts), default=0)
 
 
 @cache
 def _count_steps() -> None:
-    """Have each step of an optimizer move the clocks that go by it."""
+    """Move clocks at each step of the optimizer that they follow."""
     register_optimizer_step_post_hook(_after_step)
 
 
@@ -123,15 +123,15 @@ def _after_load(optimizer: Optimizer) -> None:
 
 
 def _set_clocks(optimizer: Optimizer, steps: int) -> None:
-    """Let the clocks that go by an optimizer, or will, stand at its step."""
+    """Set the clocks that follow an optimizer to its step, and let free clocks of its model follow it."""
     if optimizer not in _STEPS:
         optimizer.register_load_state_dict_post_hook(_after_load)
     _STEPS[optimizer] = steps
     for clock, reference in list(_FOLLOWING.items()):
         decoder = reference()
-        # where each parameter has an optimizer, the first of them has moved it on
+        # with one optimizer per parameter, the first one that steps has moved the clock already
         behind = clock.driver == _OPTIMIZER and int(clock.step) != steps
-        # a clock that nobody sets is that of a loop whose optimizer came after its first forward
+        # a clock that nobody sets belongs to a loop that made its optimizer after the first forward
         if (behind or not clock.is_set) and decoder is not None and _holds(optimizer, decoder):
             clock.set_step(steps, driver=_OPTIMIZER)
 

@@ -1,4 +1,4 @@
-"""The callback by which Transformers' Trainer and TRL's trainers tell a view their step, and what they are refused."""
+"""The callback that sets the clock of a view in Transformers' Trainer and TRL's, and checks of these trainers."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .trainers import reference_of
 
 _NUMBERS = itertools.count()
 
-# how TRL's and LLaMA-Factory's trainers batch: whether rows are the chosen ones and then the rejected ones
+# supported trainers of TRL and LLaMA-Factory -> whether a batch is chosen rows followed by rejected rows
 _PAIRS = {
     "SFTTrainer": False,
     "DPOTrainer": True,
@@ -32,33 +32,33 @@ _PAIRS = {
 }
 _SAMPLE_REPLIES = ("GRPOTrainer", "RLOOTrainer")
 
-Patch = Callable[..., Any]  # `patch_model`, handed down as it imports what imports this
+Patch = Callable[..., Any]  # `patch_model`, passed as an argument because its module imports this one
 
 
 class RopeViewCallback(TrainerCallback):
-    """Tells the view of a model which optimizer step its trainer is at, and for curricula how far training is.
+    """Tells the view of a model the optimizer step of its trainer, and for curricula how far training is.
 
-    A patched model adds it to the trainer that trains it, in the first forward of training, so nobody has to.
-    `callbacks=[RopeViewCallback()]` says it explicitly. A document is known by its tokens: policy and reference model
-    draw alike for it, ranks draw apart because they read other documents, and neither accumulation nor resuming changes
-    a draw. Of preference pairs both rows draw by the chosen one. A `ref_model` gets the rescaling and the view of the
-    model. When training ends, the view stays on and its clock is released.
+    A patched model adds it to its trainer in the first training forward; `callbacks=[RopeViewCallback()]` does so
+    explicitly. Draws are keyed by the tokens of a document: policy and reference model get the same draw for it, ranks
+    get different ones because they read different documents, and neither accumulation nor resuming changes a draw. In
+    preference pairs, the chosen row decides for both. A `ref_model` gets the rescaling and the view of the model. When
+    training ends, the view stays on and its clock is released.
 
     Raises:
-        ValueError: when training begins, the model has no view; in its first forward, the `ref_model` has other RoPE
-            frequencies, or the trainer or one of its arguments would let views draw apart.
+        ValueError: when training begins, the model has no view; in the first forward, `ref_model` has other RoPE
+            frequencies, or under this trainer forwards that need the same draw would get different ones.
     """
 
     def __init__(self) -> None:
         self.number = next(_NUMBERS)
-        self.trainer: Any = None  # known from the first forward on
+        self.trainer: Any = None  # set in the first forward
         self.pairs = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if view_of(model) is None and self.trainer is None:
             raise ValueError(
-                "the model of this trainer has no view whose draws a callback could drive: call patch_model(model, "
-                "view) first, or leave RopeViewCallback out; a rescaling alone needs none."
+                "the model of this trainer has no view: call patch_model(model, view) first, or leave RopeViewCallback "
+                "out, which a rescaling alone does not need."
             )
         self.trainer = None  # its arguments may have changed since the last run
 
@@ -71,7 +71,7 @@ class RopeViewCallback(TrainerCallback):
             source.clock.release()
 
     def set_clock(self, source: ViewSource | None, state: Any) -> None:
-        """Let a view draw for the optimizer step that a trainer's `state` is at."""
+        """Let a view draw for the optimizer step in a trainer's `state`."""
         if source is not None:
             progress = progress_at(state.global_step, state.max_steps)
             source.clock.set_step(state.global_step, progress, pairs=self.pairs, driver=self.number)
@@ -84,7 +84,7 @@ def view_of(model: nn.Module) -> ViewSource | None:
 
 
 def join(trainer: Any, decoder: nn.Module, state: RopeState, patch: Patch) -> None:
-    """Let the view of a model draw for the step of the trainer whose training forward is in flight.
+    """Let the view of a model draw for the step of the trainer that is running a training forward.
 
     Args:
         trainer: it gets the callback if it has none.
@@ -105,26 +105,26 @@ def join(trainer: Any, decoder: nn.Module, state: RopeState, patch: Patch) -> No
         source.checked_length = _checked_length(trainer, source.view)
         callback.trainer = trainer
         callback.set_clock(source, trainer.state)
-    elif int(source.clock.step) != trainer.state.global_step:  # of a second model, which the callback is not told of
+    elif int(source.clock.step) != trainer.state.global_step:  # a second model, which the callback does not get
         callback.set_clock(source, trainer.state)
 
 
 def _checked_length(trainer: Any, view: View) -> int:
-    """Tokens of a training document that the view takes; 0 if none is known, and each forward has to hold one."""
+    """Tokens of the longest training document if the view accepts it; 0 leaves the check to each forward."""
     longest = longest_document(trainer.train_dataset)
     if longest is None:
         return 0
-    limit = getattr(trainer.args, "max_length", None)  # to which TRL's collators truncate
+    limit = getattr(trainer.args, "max_length", None)  # TRL's collators truncate to it
     longest = longest if limit is None else min(longest, limit)
     try:
         view.check_length(longest)
-    except ValueError:  # of a forward then, which may have shorter documents from a collator of the user's
+    except ValueError:  # the user's collator may make shorter documents, so each forward checks
         return 0
     return longest
 
 
 def _require_supported(trainer: Any, view: View) -> bool:
-    """Raise ValueError for what would let views draw apart; whether rows come in pairs."""
+    """Raise ValueError if forwards that need the same draw could get different ones; returns whether rows are pairs."""
     classes = type(trainer).__mro__
     name = type(trainer).__name__
     known = next(
@@ -134,18 +134,19 @@ def _require_supported(trainer: Any, view: View) -> bool:
     of_trl = next((c.__name__ for c in classes if c.__module__.startswith("trl.")), None)
     if of_trl not in (None, "_BaseTrainer", *_PAIRS):
         raise ValueError(
-            f"views under {name} are not supported: which of its forwards have to draw alike is not known. Known are "
-            f"transformers.Trainer and {', '.join(_PAIRS)}. Use one of them or RopeSFTTrainer, or patch only a "
-            "rescaling."
+            f"views under {name} are not supported: it is not known which of its forwards need the same draw. Use "
+            f"transformers.Trainer, {', '.join(_PAIRS)} or RopeSFTTrainer, or patch only a rescaling."
         )
     args = trainer.args
     parallelism: Any = getattr(trainer.accelerator, "parallelism_config", None)
     for kind in ("cp", "sp"):
         if getattr(parallelism, f"{kind}_size", 1) > 1:
-            raise ValueError(f"a view draws for whole documents, and {kind}_size > 1 gives each rank a part of them.")
+            raise ValueError(
+                f"a view draws for whole documents, and {kind}_size > 1 gives each rank a part of one: set it to 1."
+            )
     if getattr(args, "precompute_ref_log_probs", False):
         raise ValueError(
-            "precompute_ref_log_probs=True reads the reference's log-probabilities before training, under other "
+            "precompute_ref_log_probs=True computes the reference's log-probabilities before training, at other "
             "positions than the view will draw: set it to False."
         )
     if known in _SAMPLE_REPLIES:
@@ -154,29 +155,29 @@ def _require_supported(trainer: Any, view: View) -> bool:
 
 
 def _require_one_draw_a_reply(name: str, args: Any, view: View) -> None:
-    """Raise unless policy, old policy and reference read each reply within one optimizer step, and alone."""
+    """Raise unless policy, old policy and reference read each reply in one optimizer step, with the same draw."""
     if args.use_vllm:
         raise ValueError(
-            f"views under {name} with use_vllm=True are not supported: its log-probabilities are those of true "
-            "positions, and the correction for the difference would undo the view. Set use_vllm=False, or patch only a "
-            "rescaling."
+            f"views under {name} with use_vllm=True are not supported: vLLM's log-probabilities are those of "
+            "true positions, and the correction for the difference would undo the view. Set use_vllm=False, or patch "
+            "only a rescaling."
         )
     per_generation = args.steps_per_generation * args.num_iterations
     if args.gradient_accumulation_steps % per_generation:
         raise ValueError(
-            f"under a view {name} must use up its replies within the optimizer step that samples them, as draws go by "
-            "steps: gradient_accumulation_steps must be a multiple of steps_per_generation * num_iterations, got "
+            f"with a view, {name} must use its replies in the optimizer step that samples them, as draws depend on the "
+            "step: gradient_accumulation_steps must be a multiple of steps_per_generation * num_iterations, got "
             f"{args.gradient_accumulation_steps} and {args.steps_per_generation} * {args.num_iterations}."
         )
     if view.draws_by_forward:
         raise ValueError(
-            f"{view!r} draws once a micro-batch, and {name} shuffles replies between the forwards that have to draw "
-            "alike: choose granularity 'step' or 'sample'."
+            f"{view!r} draws once a micro-batch, and {name} shuffles replies between forwards that need the same draw: "
+            "choose granularity 'step' or 'sample'."
         )
 
 
 def _share_view(trainer: Any, decoder: nn.Module, state: RopeState, patch: Patch) -> None:
-    """Give a `ref_model` the view of the model, with its clock, in the forwards that belong to training."""
+    """Give a `ref_model` the view of the model and its clock, for the forwards of training."""
     reference = reference_of(trainer)
     if reference is None or reference is decoder:
         return
@@ -185,8 +186,8 @@ def _share_view(trainer: Any, decoder: nn.Module, state: RopeState, patch: Patch
     own = before.source if before is not None and before.leader is None else None
     if own is not None and own.view != state.source.view:
         raise ValueError(
-            f"ref_model samples {own.view!r} and model {state.source.view!r}: leave the view of ref_model "
-            "out, it gets that of the model."
+            f"ref_model has view {own.view!r} and model has {state.source.view!r}: do not patch ref_model with a view, "
+            "it gets that of the model."
         )
     patch(reference, state.source.view)
     shared = state_of(reference)

@@ -1,17 +1,17 @@
-"""Losses: next token, self-distillation, relations to a teacher, its hidden states.
+"""Losses: next token, self-distillation, and distillation of a teacher's relations, hidden states and logits.
 
-Each is a file with its formula; objectives of trainers import them from here.
+Each file has one loss with its formula; the trainer's objectives import them from here.
 """
 
 from .consistency import ConsistencyLoss, ViewConsistency, consistency_loss
 from .controls import Control
 from .cue import CueWeight
-from .forward_loss import TAPE
+from .forward_loss import REQUEST
 from .hidden import HiddenDistiller, HiddenTargets
 from .longce import DFT, LongCE
-from .native import NativeDistiller, NativeTape, NativeTargets
-from .next_token import NextTokenLoss, NextTokenTape, WeightedNextToken, next_token_loss
-from .passes import OnePass, SequentialPasses, StandardTape, TwoPasses, ViewTape
+from .native import NativeDistiller, NativeRequest, NativeTargets
+from .next_token import NextTokenLoss, NextTokenRequest, WeightedNextToken, next_token_loss
+from .passes import OnePass, SequentialPasses, StandardRequest, TwoPasses, ViewRequest
 from .relations import LogitKL, RelationDistiller
 from .self_distillation import SelfDistiller
 from .targets import RelationTargets
@@ -22,10 +22,10 @@ __all__ = [
     "CueWeight",
     "LongCE",
     "NextTokenLoss",
-    "NextTokenTape",
+    "NextTokenRequest",
     "WeightedNextToken",
     "next_token_loss",
-    "TAPE",
+    "REQUEST",
     "ConsistencyLoss",
     "Control",
     "CopiedTeacher",
@@ -33,7 +33,7 @@ __all__ = [
     "HiddenTargets",
     "LogitKL",
     "NativeDistiller",
-    "NativeTape",
+    "NativeRequest",
     "NativeTargets",
     "OnePass",
     "RelationDistiller",
@@ -41,9 +41,9 @@ __all__ = [
     "SelfDistiller",
     "SequentialPasses",
     "SharedTeacher",
-    "StandardTape",
+    "StandardRequest",
     "TwoPasses",
     "ViewConsistency",
-    "ViewTape",
+    "ViewRequest",
     "consistency_loss",
 ]

@@ -1,4 +1,4 @@
-"""Consistency of predictions: which rows are compared, and the loss of them in one sweep over the vocabulary."""
+"""The loss of self-distillation: which queries are compared, and their loss in one sweep over the vocabulary."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -29,17 +29,15 @@ class ViewConsistency:
 
         L_KL = mean over documents of 1 / (L - s) sum_{t=s}^{L-2} KL(p_t || q_t)
 
-    with t the query's token: the paper's Eq. 6 sums over the tokens i = t + 1 that are predicted from i = s on, and the
-    first of these, predicted from query s - 1, has a KL of 0. With labels on some tokens only, the sum and L - s count
-    those.
+    with t the query's token. The paper's Eq. 6 sums over predicted tokens i = t + 1 from i = s on; the first of these,
+    predicted from query s - 1, has a KL of 0. If only some tokens have labels, the sum and L - s count only these.
 
-    A document counts in the mean if some draw can change a prediction that is compared. One that ends before a fixed
-    split, has a single token or no labels adds nothing and is no part of any divisor.
+    A document counts in the mean if some draw can change a prediction that is compared. A document that ends before a
+    fixed split, or has a single token or no labels, is in no sum and no divisor.
 
     Args:
-        kl_weight: lambda. With 0 and view_clm 0 training runs true positions alone, without a second view; evaluation
-            measures the KL.
-        view_clm: of the view's own cross-entropy, with the labels and the divisor of the standard view's; 1 with
+        kl_weight: lambda. If it and view_clm are 0, training runs true positions only, and evaluation measures the KL.
+        view_clm: weight of the view's own cross-entropy, with the labels and divisor of the standard view; 1 with
             kl_weight 0 is the paper's ablation "w/ CLM".
         direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".
         rows: "paper" as above; "query_in_suffix" adds the document's last query, which has no label.
@@ -47,12 +45,11 @@ class ViewConsistency:
             divides each KL_t by the probability that t lies behind a drawn s, and the sum by the sum of L, so that each
             token weighs the same in the mean over draws. With s uniform on 0 .. L - 1, "sequence" weighs token i by
             about ln(L / (L - i)) and "token" by i / L.
-        kl_longce: LongCE's weights on the rows of the KL: w_t = min(p(x_(t+1) | all before) / p(x_(t+1) | a short
-            context), cap) multiplies KL_t, so that rows that need no far token, and have no reason to be held, count
-            less. None weighs all alike.
-        kl_top: share of a document's rows, those with the largest KL, whose KL counts; None for all. Divisors stay in
-            both, so that fewer rows make a smaller term. Both look at the rows once more, without gradients, and only
-            in training.
+        kl_longce: LongCE's weights for the KL: w_t = min(p(x_(t+1) | all before) / p(x_(t+1) | a short context), cap)
+            multiplies KL_t, so that queries that need no far token count less. None weighs all alike.
+        kl_top: share of a document's queries whose KL counts, those with the largest; None for all. Divisors do not
+            change, so the term gets smaller. Both options cost an extra pass of the head without gradients. kl_top is
+            used in training only.
 
     Source: RPSD, arXiv:2604.14339, Eq. 3-6 and its ablations; "uniform", kl_longce and kl_top are ours.
     """
@@ -79,15 +76,15 @@ class ViewConsistency:
 
 @dataclass(frozen=True)
 class ComparedRows:
-    """Which queries of a batch count, and what the KL of each weighs.
+    """The queries of a batch that count, and the weight of each one's KL.
 
     Args:
         queries: indices of the rows among the flattened tokens, [N]: those with a label, and those that are compared.
         labels: of the rows, -100 for none, [N].
         document: ordinal of each row's document, [N].
         in_kl: queries that the KL sums over, bool [batch, n].
-        kl_factor: what the reduction makes of the KL of each row, but for lambda and the divisor, float32 [N].
-        kl_weight: what the KL of each row weighs in the loss, float32 [N].
+        kl_factor: factor of each row's KL by the reduction, without lambda and the divisor, float32 [N].
+        kl_weight: weight of each row's KL in the loss, float32 [N].
     """
 
     queries: torch.Tensor
@@ -116,9 +113,9 @@ class ComparedRows:
             labelled: the batch.
             first_changed: s of each document, in the shape of its documents.
             counted: which documents count in the mean of the KL, bool [documents].
-            share: probability over draws that each token lies behind s, [batch, n]; for "uniform" alone.
-            kl_divisor: what the sum of the KL is divided by.
-            training: whether the KL weighs lambda; evaluation measures it whatever it weighs.
+            share: probability over draws that each token lies behind s, [batch, n]; only for "uniform".
+            kl_divisor: divisor of the sum of the KL.
+            training: whether the KL is multiplied by lambda; evaluation measures it with weight 1.
         """
         in_kl, suffix_length = labelled.suffix(first_changed, consistency.rows)
         in_kl = in_kl & counted[labelled.ordinal]
@@ -136,7 +133,7 @@ class ComparedRows:
         return cls(queries, labels[queries], document, in_kl, factor, factor * (weight / kl_divisor))
 
     def held(self, labelled: Labelled) -> "ComparedRows":
-        """Those that the rank holds, where ranks share a sequence."""
+        """The rows of this rank's tokens, if ranks share a sequence."""
         if labelled.shard is None:
             return self
         here = labelled.shard.held(self.queries)
@@ -144,11 +141,11 @@ class ComparedRows:
         return replace(self, **{name: getattr(self, name)[here] for name in names})
 
     def weighed(self, factor: torch.Tensor) -> "ComparedRows":
-        """The same with `factor`, [N], on the KL of each row."""
+        """A copy in which the KL of each row is multiplied by `factor`, [N]."""
         return replace(self, kl_factor=self.kl_factor * factor, kl_weight=self.kl_weight * factor)
 
     def without(self, dropped: torch.Tensor) -> "ComparedRows":
-        """The same without the KL of the rows at these indices among the N."""
+        """A copy in which the KL of the rows `dropped` (indices into N) is zero."""
         kept, in_kl = torch.ones_like(self.kl_factor), self.in_kl.clone()
         kept[dropped] = 0.0
         in_kl.view(-1)[self.queries[dropped]] = False
@@ -157,11 +154,11 @@ class ComparedRows:
 
 @dataclass(frozen=True)
 class ShortContexts:
-    """`LongCE.reference` of a batch for what is weighed by it, [batch, n], None where nothing is.
+    """`LongCE.reference` of a batch, [batch, n], where token weights need it.
 
     Args:
-        ce: for the cross-entropy.
-        kl: for `kl_longce`.
+        ce: for the weights of the cross-entropy, or None.
+        kl: for `kl_longce`, or None.
     """
 
     ce: torch.Tensor | None = None
@@ -170,12 +167,12 @@ class ShortContexts:
 
 @dataclass(frozen=True)
 class ConsistencyLoss(NextTokenLoss):
-    """The loss of both views with its parts, row by row: loss = ce + view_clm view_ce + kl_weight kl.
+    """The loss of both views with its parts by row: loss = ce + view_clm view_ce + kl_weight kl.
 
     Args:
         in_kl: queries that the KL sums over, bool [batch, n].
         kl_factor: sum(kl_factor rows.kl) / divisor is the KL, [N].
-        view_ce: sum of the view's own cross-entropies, as LongCE weighs them; None where it does not count.
+        view_ce: sum of the view's own cross-entropies, with LongCE's weights if there are any; None if it is not used.
     """
 
     in_kl: torch.Tensor
@@ -198,25 +195,25 @@ def consistency_loss(
     earlier: NextTokenLoss | None = None,
     **options: Any,
 ) -> ConsistencyLoss:
-    """Cross-entropy of the standard view, the KL of the other one to it, and the view's own cross-entropy.
+    """Cross-entropy of the standard view, KL of the sampled view to it, and cross-entropy of the sampled view.
 
     Args:
         causal_lm: the model, for its head.
         consistency: weights and direction.
         rows: which rows count.
         standard: last hidden states of the rows under true positions, [N, H].
-        view: last hidden states of the rows in the other forward, [N, H].
-        ce_divisor: what sums of cross-entropies are divided by.
-        training: whether `view_clm` and `kl_top` are in force.
-        teacher: output head and last hidden states of the rows in another model, [N, H_t], which the KL is to; None
-            takes the standard view's.
+        view: last hidden states of the rows under the sampled view, [N, H].
+        ce_divisor: divisor of sums of cross-entropies.
+        training: whether `view_clm` and `kl_top` are used.
+        teacher: output head and last hidden states of the rows in another model, [N, H_t], as target of the KL; None
+            takes the standard view.
         longce: token weights of the cross-entropies, or None.
-        short: cross-entropies in short contexts, which `longce` and `kl_longce` go by.
-        earlier: the standard view's cross-entropy, if its own call has had it: it is no part of this loss then.
+        short: cross-entropies in short contexts, for `longce` and `kl_longce`.
+        earlier: the standard view's cross-entropy, if an earlier call computed it; it is not in this loss then.
         **options: of `rope_kernels.linear_ce_kl`.
     """
     if short.kl is not None or consistency.kl_top is not None:
-        rows = _chosen(causal_lm, consistency, rows, standard, view, teacher, short.kl, training)
+        rows = _reweighted(causal_lm, consistency, rows, standard, view, teacher, short.kl, training)
     n_rows, kl_weight = len(rows.queries), rows.kl_weight
     labels = rows.labels if earlier is None else torch.full_like(rows.labels, IGNORE_INDEX)
     ce_weight = torch.full_like(kl_weight, 1 / ce_divisor)
@@ -224,7 +221,7 @@ def consistency_loss(
     options |= of_longce
     other, two_ce = view, bool(consistency.view_clm) and training
     if two_ce:
-        # the view's states once more, as rows of their own that have no KL
+        # append the view's states again, as rows without a KL
         standard, other = torch.cat([standard, view]), torch.cat([view, view])
         labels = torch.cat([labels, rows.labels])
         ce_weight = torch.cat([ce_weight, consistency.view_clm * ce_weight])
@@ -244,7 +241,7 @@ def consistency_loss(
 
 
 @torch.no_grad()
-def _chosen(
+def _reweighted(
     causal_lm: Any,
     consistency: ViewConsistency,
     rows: ComparedRows,
@@ -254,7 +251,7 @@ def _chosen(
     short_ce: torch.Tensor | None,
     training: bool,
 ) -> ComparedRows:
-    """The rows as `kl_longce` weighs them and `kl_top` chooses among them."""
+    """The rows with the weights of `kl_longce`, without those that `kl_top` leaves out."""
     on = (rows.kl_weight != 0).nonzero().squeeze(1)
     none = torch.zeros(len(on), device=on.device)
     chosen = rows
@@ -275,9 +272,9 @@ def _chosen(
 
 
 def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.Tensor:
-    """Which values are among the ceil(share m) largest of the m of their group, bool [N], given [N] each."""
+    """Whether each value is among the ceil(share m) largest of the m values of its group, bool [N]."""
     order = value.argsort(descending=True, stable=True)
-    order = order[group[order].argsort(stable=True)]  # by group, and falling within
+    order = order[group[order].argsort(stable=True)]  # by group, descending within it
     _, counts = group[order].unique_consecutive(return_counts=True)
     rank = torch.arange(len(value), device=value.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     kept = torch.zeros_like(value, dtype=torch.bool)
@@ -286,7 +283,7 @@ def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.T
 
 
 def _with_kl_of(earlier: NextTokenLoss, metrics: RowMetrics, rows: ComparedRows) -> RowMetrics:
-    """The metrics of an earlier call, at the rows of this one, with the KL of this one."""
+    """The metrics of an earlier call at these rows, with the KL of `metrics`."""
     metrics_of_queries = {}
     for name, values in vars(earlier.rows).items():
         every = values.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, values)

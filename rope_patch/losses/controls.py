@@ -1,4 +1,4 @@
-"""Controls for self-distillation: the standard view against itself under noise that is not one of positions."""
+"""Controls (ablations) of self-distillation: noise in dropout or attention scores instead of a view."""
 
 import math
 from collections.abc import Generator, Iterator
@@ -15,29 +15,29 @@ from ..base.validators import require_number
 from ..families.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window
 from ..layout.labelled import Labelled
 from .forward_loss import Arguments, DecoderCall
-from .passes import PairedStates, Pairing, Passes, ViewTape
+from .passes import PairedStates, Pairing, Passes, ViewRequest
 
 Kind = Literal["dropout", "attention_noise"]
 
-# of flex attention's forward: numbers that make noise stand in registers beside the scores, and of its own tiles of
-# 128 x 128 on Hopper they overflow: eight times the time (benchmarks/noise_attention.py)
+# tiles of flex attention's forward: the noise needs registers beside the scores, and with the default tiles of
+# 128 x 128 they spill on Hopper, which takes eight times as long (benchmarks/noise_attention.py)
 SMALL_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32}
-# sin(2 pi x) for |x| <= 1/4 by its Taylor series, off by 6e-8 at most: CUDA's own cosine reduces large angles through
-# memory, for each score
+# Taylor series of sin(2 pi x) for |x| <= 1/4, error at most 6e-8: CUDA's cosine would go through memory for each
+# score, to reduce large angles
 _SINE = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(6)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """What stands in for a view, over all rows of a document.
+    """Noise instead of a view, for all rows of a document.
 
-    - "dropout": both passes drop features of what attention and MLP of each layer give, at random, apart.
-    - "attention_noise": the second pass adds normal noise to the scores of attention, before the softmax. With flex
-      attention memory stays linear; sdpa and eager take a mask of n x n numbers a head.
+    - "dropout": both passes apply dropout to the outputs of attention and MLP of each layer, independently.
+    - "attention_noise": the second pass adds normal noise to the scores of attention, before the softmax. Flex
+      attention needs memory linear in n; sdpa and eager need a mask of n x n numbers per head.
 
     Args:
-        kind: of noise, "dropout" or "attention_noise".
-        strength: probability of a feature to be dropped, or standard deviation of the noise. The paper gives neither.
+        kind: "dropout" or "attention_noise".
+        strength: dropout probability, or standard deviation of the noise. The paper gives neither.
 
     Source: RPSD, arXiv:2604.14339, its controls.
     """
@@ -53,11 +53,11 @@ class Control:
 
 
 class NoisyPasses(Passes):
-    """A forward as it is, then one under noise, both at true positions.
+    """A plain forward, then one under noise, both at true positions.
 
-    Noise comes from torch's generator, which a checkpoint's recompute repeats and a trainer's checkpoint holds. A batch
-    of an evaluation starts from `evaluation_seed`, which a caller sets for each one: evaluations in batches of the same
-    size have the same noise.
+    Noise comes from torch's generator, so gradient checkpointing repeats it and a trainer's checkpoint saves its state.
+    In evaluation, the caller sets `evaluation_seed` for each batch, so that evaluations with the same batch size have
+    the same noise.
 
     Args:
         causal_lm: the model.
@@ -65,7 +65,7 @@ class NoisyPasses(Passes):
         control: the noise.
 
     Raises:
-        ValueError: layers without attention and MLP, or an attention that takes no such mask.
+        ValueError: layers without attention and MLP, or an attention implementation without additive masks.
     """
 
     def __init__(self, causal_lm: Any, decoder: Any, control: Control) -> None:
@@ -73,25 +73,25 @@ class NoisyPasses(Passes):
         self._modules = _noisy_modules(decoder) if control.kind == "dropout" else []
         if control.kind == "attention_noise" and attention_kernel(causal_lm) not in ("sdpa", "eager", "flex"):
             raise ValueError(
-                f"attention_noise changes scores, which {attention_name(causal_lm)!r} does not let: load the model "
-                "with flex_attention, or for short rows with sdpa."
+                f"attention_noise changes scores, which {attention_name(causal_lm)!r} does not allow: load the model "
+                "with flex_attention, or for short sequences with sdpa."
             )
         self.evaluation_seed = 0
         self._dropping = False
 
-    def pair(self, call: DecoderCall, tape: ViewTape) -> Pairing:
-        # in training the first pass drops too; its loss in evaluation is the plain one
+    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
+        # in training the first pass has dropout too; in evaluation its loss is the plain one
         self._dropping = self.decoder.training
         standard = call.run_before().last_hidden_state
         self._dropping = True
         if self.control.kind == "attention_noise":
             if attention_kernel(self.causal_lm) == "flex":
-                tape.attention = _NoisyFlexAttention(self.control.strength)
+                request.attention = _NoisyFlexAttention(self.control.strength)
             else:
-                tape.attention = _NoisyAttention(tape.labelled, self.decoder.config, self.control.strength)
+                request.attention = _NoisyAttention(request.labelled, self.decoder.config, self.control.strength)
         output = yield None
-        first = torch.zeros_like(tape.labelled.documents.length)
-        return PairedStates(standard, output.last_hidden_state, first, tape.labelled)
+        first = torch.zeros_like(request.labelled.documents.length)
+        return PairedStates(standard, output.last_hidden_state, first, request.labelled)
 
     def standard(self, call: DecoderCall) -> Generator[Arguments | None, Any, torch.Tensor]:
         self._dropping = self.decoder.training
@@ -129,14 +129,16 @@ def _noisy_modules(decoder: Any) -> list[nn.Module]:
         mlp = [m for m in children if any(part in type(m).__name__.lower() for part in ("mlp", "moe", "feedforward"))]
         if not attention or not mlp:
             names = ", ".join(type(m).__name__ for m in children)
-            raise ValueError(f"dropout goes behind attention and MLP of each layer, which has only: {names}.")
+            raise ValueError(
+                f"dropout is applied to the outputs of attention and MLP, and a layer of this model has: {names}."
+            )
         modules += [*attention, *mlp]
     return modules
 
 
 @dataclass(frozen=True)
 class _NoisyAttention:
-    """Attention within documents, with noise on the scores: a mask [batch, n_heads, n, n], so for short rows."""
+    """Attention within documents, with noise on the scores by a mask [batch, n_heads, n, n], for short sequences."""
 
     labelled: Labelled
     config: Any
@@ -159,7 +161,7 @@ class _NoisyAttention:
 
 @dataclass(frozen=True)
 class _NoisyFlexAttention:
-    """Attention with noise on the scores, which flex attention forms tile by tile, without a mask of n x n."""
+    """Attention with noise on the scores, which flex attention computes tile by tile, without a mask of n x n."""
 
     strength: float
 
@@ -173,9 +175,9 @@ class _NoisyFlexAttention:
 
 
 def _tiles(query: torch.Tensor) -> dict[str, int]:
-    """Options of flex attention for these queries: small tiles where they were measured, else none.
+    """Options of flex attention for these queries: small tiles on the GPU where they were measured, else none.
 
-    Numbers of 32 bits, and the shared memory of other GPUs, may not hold them for large heads.
+    In float32, or on other GPUs, large heads may not fit into shared memory with these tiles.
     """
     hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
     return SMALL_TILES if hopper and query.element_size() == 2 else {}
@@ -183,14 +185,14 @@ def _tiles(query: torch.Tensor) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class HashedNoise:
-    """Normal noise for each score of attention, from a hash of where it is, without a tensor [batch, n_heads, n, n].
+    """Normal noise for each attention score, from a hash of its place, without a tensor [batch, n_heads, n, n].
 
-    A backward that forms scores again meets the same noise. Box and Muller's transform of two numbers of 16 bits.
+    A backward that recomputes scores gets the same noise. It is the Box-Muller transform of two 16-bit numbers.
 
     Args:
         words: a draw for each row and head, int32 of all 32 bits, [batch, n_heads].
-        strength: standard deviation, float32, []. Where one process had two, torch.compile makes a symbol of a float,
-            which the backward of flex attention refuses.
+        strength: standard deviation, float32 tensor []: for a second value of a Python float, torch.compile makes a
+            symbol, which the backward of flex attention does not accept.
 
     Source: of the hash, github.com/skeeto/hash-prospector; G. Box and M. Muller, "A note on the generation of random
         normal deviates", 1958.
@@ -204,7 +206,7 @@ class HashedNoise:
         row, head, query, key = place
         word = self.words[row, head] ^ (query * 65537 + key).to(torch.int32)
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
-            # the shift of an int32 brings its sign with it
+            # shifting an int32 keeps its sign, so mask it off
             word = (word ^ ((word >> shift) & ((1 << (32 - shift)) - 1))) * factor
         radius = torch.sqrt(-2 * torch.log(((word & 0xFFFF).float() + 0.5) / 65536))
         turn = ((word >> 16) & 0xFFFF).float() / 65536

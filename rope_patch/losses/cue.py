@@ -1,4 +1,4 @@
-"""The tokens of a cue weigh less than the text before it."""
+"""EndPrompt's weight: the tokens of a cue count less than the text before it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class CueWeight:
             checked_cues("cue_tokens", self.tokens, least=1)
 
     def factors(self, labelled: Labelled) -> torch.Tensor:
-        """What each query's label counts, [batch, n]."""
+        """Weight of each query's label, [batch, n]."""
         n_tokens: int | torch.Tensor
         if isinstance(self.tokens, int):
             n_tokens = self.tokens

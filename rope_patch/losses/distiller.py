@@ -9,20 +9,19 @@ from torch import nn
 
 from ..layout.labelled import document_of_tokens
 from ..rope.rotary import find_decoder
-from .forward_loss import DecoderCall, ForwardLoss, Tape, without_gradient
+from .forward_loss import DecoderCall, ForwardLoss, LossRequest, without_gradient
 from .teacher import CopiedTeacher, SharedTeacher
 
 
 class Distiller(ForwardLoss):
-    """Inside `active()`, a forward that is given a tape runs the teacher on the same inputs, then the student.
+    """Inside `active()`, a forward that gets a `LossRequest` runs the teacher on its inputs first, then the student.
 
     Args:
         model: the student, patched, bare or wrapped.
-        teacher: the same weights with adapters off, or a frozen copy; None where a subclass needs none.
+        teacher: the same weights with adapters off, or a frozen copy; None if the loss needs none.
 
     Raises:
-        ValueError: the student's RoPE is the teacher's, its family keeps the tape from its decoder, it learns prompts,
-            or its embeddings are noised (NEFTune).
+        ValueError: student and teacher have the same RoPE, or the model is refused by `ForwardLoss`.
     """
 
     def __init__(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher | None = None) -> None:
@@ -42,51 +41,51 @@ class Distiller(ForwardLoss):
             )
 
     def require_taught_length(self, teacher: str, length: int) -> None:
-        """Raise ValueError, of a `teacher` called so, if documents of `length` tokens are beyond its native window."""
+        """Raise ValueError if documents of `length` tokens exceed the teacher's context window; `teacher` names it."""
         window = None if self.state is None else self.state.native.max_position_embeddings
         if window is not None and length > window:
             raise ValueError(
-                f"{teacher} reads documents of at most {window} tokens, its window, got one of {length}. Lower "
-                "max_length; views reach further positions than rows have tokens."
+                f"{teacher} reads documents of at most {window} tokens, its context window, got one of {length}. Lower "
+                "max_length: views train positions beyond it without longer documents."
             )
 
-    def tape(
+    def request(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> Any:
-        """A tape for one forward of these inputs, with documents and padding as the model itself finds them.
+        """Make the request for one forward of these inputs; documents and padding are found as the model finds them.
 
-        Where several ranks share a sequence, the inputs are those of whole rows.
+        If several ranks share a sequence, pass the inputs of whole sequences.
         """
         document = document_of_tokens(input_ids, attention_mask, position_ids)
-        tape = self._new_tape(document >= 0, document)
-        tape.shard = None if self.state is None else self.state.shard
-        return tape
+        request = self._new_request(document >= 0, document)
+        request.shard = None if self.state is None else self.state.shard
+        return request
 
-    def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> Any:
+    def _new_request(self, valid: torch.Tensor, document: torch.Tensor) -> Any:
         raise NotImplementedError
 
-    def _ask_teacher(self, tape: Tape, call: DecoderCall) -> Any:
-        """The output of the teacher's decoder, whose attention has the tape too, without gradients."""
-        tape.teaching = True
+    def _ask_teacher(self, request: LossRequest, call: DecoderCall) -> Any:
+        """Run the teacher's decoder without gradients and return its output; its attention gets the request too."""
+        request.teaching = True
         shard = None if self.state is None else self.state.shard
-        # a copy has no hook that does so
+        # the student's hooks do this for its own forward; a copy has none
         kwargs = call.kwargs if shard is None else shard.without_padding_mask(call.kwargs)
         try:
-            with without_gradient(tape.valid.device.type), self.teacher.ready() as teacher:
+            with without_gradient(request.valid.device.type), self.teacher.ready() as teacher:
                 with nullcontext() if shard is None else _attending_as_in_training(teacher):
                     return teacher(*call.args, **kwargs)
         finally:
-            tape.teaching = False
+            request.teaching = False
 
 
 @contextmanager
 def _attending_as_in_training(decoder: nn.Module) -> Iterator[None]:
-    """Training mode for attention modules: DeepSpeed's Ulysses lets those in eval mode attend to a rank's tokens alone.
+    """Put attention modules in training mode: in eval mode, DeepSpeed's Ulysses attends to the tokens of one rank only.
 
-    Nothing else of them may go by the mode, such as dropout.
+    Nothing else in them may depend on the mode, such as dropout.
     """
     frozen = [m for m in decoder.modules() if hasattr(m, "is_causal") and not m.training]
     for module in frozen:

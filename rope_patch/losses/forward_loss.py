@@ -15,38 +15,38 @@ from ..forward.state import state_of
 from ..layout.shards import SequenceShard
 from ..rope.rotary import find_causal_lm, find_decoder
 
-TAPE = "distillation_tape"
-"""Name of the keyword argument that carries a `Tape` through a model, down to its attention."""
+REQUEST = "loss_request"
+"""Name of the keyword argument that carries a `LossRequest` through a model, down to its attention."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a decoder."""
 
-Steps = Generator[Arguments | None, Any, Any]
-"""What runs around one forward of a decoder. Everything before its `yield` runs before the decoder's forward. `yield`
-gives the decoder other arguments, or None for its own, and returns its output. The rest runs with that output."""
+AroundDecoder = Generator[Arguments | None, Any, Any]
+"""A generator with one `yield`, where the decoder's forward runs. It yields new arguments for the decoder, or None to
+keep them, and gets back the decoder's output. So one function holds what a loss does before and after the forward."""
 
 
-class Tape:
-    """Goes through one forward as a keyword argument, with what a loss needs of the batch; the loss comes back on it.
+class LossRequest:
+    """Carries the batch's labels into a forward as a keyword argument; the forward writes the loss to it.
 
-    A plain object, since wrappers rebuild dictionaries, dataclasses and tensors that they are given.
+    It is a plain object, because wrappers such as DDP rebuild the dictionaries, dataclasses and tensors they pass on.
 
     Args:
         valid: which tokens are real, bool [batch, n].
         document: of each token, int64 [batch, n], -1 on padding.
     """
 
-    shard: SequenceShard | None = None  # which of these tokens the rank holds; None: all
+    shard: SequenceShard | None = None  # which of these tokens this rank holds; None means all
 
     def __init__(self, valid: torch.Tensor, document: torch.Tensor) -> None:
         self.valid = valid
         self.document = document
         self.teaching = False  # whether the forward in flight is a teacher's
-        self.steps: Steps | None = None  # of the forward in flight
+        self.suspended: AroundDecoder | None = None  # of the forward in flight, waiting at its `yield`
         self.compared = False  # whether the decoder has run with it
 
     def visit(self, call: AttentionCall) -> torch.Tensor | None:
-        """Look at an attention call of the forward that carries this tape; what is returned replaces its output."""
+        """Called in each attention call of the forward; a tensor that it returns replaces the output of attention."""
         return None
 
 
@@ -55,9 +55,9 @@ class DecoderCall:
     """A call of a decoder whose forward has not begun.
 
     Args:
-        decoder: which is called.
+        decoder: the decoder.
         args: its positional arguments.
-        kwargs: its keyword arguments, the tape among them.
+        kwargs: its keyword arguments, the request among them.
     """
 
     decoder: Any
@@ -65,26 +65,26 @@ class DecoderCall:
     kwargs: dict[str, Any]
 
     @property
-    def without_tape(self) -> dict[str, Any]:
-        """The keyword arguments of another forward over the same tokens, of which no hook is to take notice."""
-        return {name: value for name, value in self.kwargs.items() if name != TAPE}
+    def without_request(self) -> dict[str, Any]:
+        """Keyword arguments for an extra forward over the same tokens, in which the loss hooks do nothing."""
+        return {name: value for name, value in self.kwargs.items() if name != REQUEST}
 
     def run_before(self) -> Any:
-        """The output of a forward of its own over the same tokens, before the one that was called for."""
-        return self.decoder(*self.args, **self.without_tape)
+        """Run an extra forward over the same tokens before the one that was called, and return its output."""
+        return self.decoder(*self.args, **self.without_request)
 
 
 class ForwardLoss:
-    """Inside `active()`, a forward that is given `distillation_tape=TAPE` leaves a loss on it.
+    """Inside `active()`, a forward that gets a `LossRequest` as `loss_request` writes a loss to it.
 
-    Backward has to run inside the block too. What a loss does around the decoder's forward is its `_steps`.
+    Backward has to run inside the block too. A subclass computes its loss in `_around_decoder`.
 
     Args:
         model: patched or not, bare or wrapped.
 
     Raises:
-        ValueError: its family keeps the tape from its decoder, it learns prompts, or its embeddings are noised
-            (NEFTune).
+        ValueError: the model does not pass the request to its decoder, has prompt-learning adapters, or adds noise to
+            its embeddings (NEFTune).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,7 +93,7 @@ class ForwardLoss:
         require(why_unreachable(self.causal_lm, self.decoder))
         _refuse_prompts(model)
         self._refuse_noise()
-        # Transformers' attention functions are those of encoders of images too, which may be handed the tape
+        # image encoders call the same attention functions and may get the request: only these modules answer it
         self._text_modules = {id(module) for module in self.decoder.modules()}
         self.state = state_of(self.decoder)
 
@@ -101,25 +101,26 @@ class ForwardLoss:
         alpha = getattr(self.causal_lm.get_input_embeddings(), "neftune_noise_alpha", None)
         if alpha is not None:
             raise ValueError(
-                f"the embeddings of this model are noised (NEFTune, neftune_noise_alpha={alpha}), each forward anew, "
-                "and what is distilled compares forwards: switch it off, e.g. with transformers' deactivate_neftune."
+                f"this model adds noise to its embeddings (NEFTune, neftune_noise_alpha={alpha}), which differs "
+                "in each forward, and distillation compares forwards. Switch it off, e.g. with transformers' "
+                "deactivate_neftune."
             )
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError if documents of `length` tokens are more than the loss can read."""
+        """Raise ValueError if the loss cannot read documents of `length` tokens."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Forwards with a tape give the loss inside the block."""
-        self._refuse_noise()  # it may have come since
+        """Compute the loss of each forward in the block that gets a request."""
+        self._refuse_noise()  # it may have been switched on since
         handles = [
-            # before the hook that draws the view: a teacher's own forward ends with no view in force
+            # before the hook that draws the view: the end of a teacher's forward clears the view in force
             self.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True, prepend=True),
             self.decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
             self.causal_lm.register_forward_hook(_require_compared, with_kwargs=True),
         ]
         try:
-            with watched_attention(self.causal_lm, self._take_tape), self._watching():
+            with watched_attention(self.causal_lm, self._take_request), self._watching():
                 yield
         finally:
             for handle in handles:
@@ -127,34 +128,34 @@ class ForwardLoss:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """What else has to be in place while forwards run."""
+        """Hooks and settings of a subclass that stay in place while forwards run."""
         yield
 
-    def _take_tape(self, call: AttentionCall) -> torch.Tensor | None:
-        tape: Tape | None = call.options.pop(TAPE, None)
-        return None if tape is None or id(call.module) not in self._text_modules else tape.visit(call)
+    def _take_request(self, call: AttentionCall) -> torch.Tensor | None:
+        request: LossRequest | None = call.options.pop(REQUEST, None)
+        return None if request is None or id(call.module) not in self._text_modules else request.visit(call)
 
     def _before_decoder(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        tape: Tape | None = kwargs.get(TAPE)
-        if tape is None or tape.teaching:
+        request: LossRequest | None = kwargs.get(REQUEST)
+        if request is None or request.teaching:
             return None
-        tape.steps = self._steps(tape, DecoderCall(decoder, args, kwargs))
-        return next(tape.steps)
+        request.suspended = self._around_decoder(request, DecoderCall(decoder, args, kwargs))
+        return next(request.suspended)
 
     def _after_decoder(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tape: Tape | None = kwargs.get(TAPE)
-        if tape is None or tape.teaching:
+        request: LossRequest | None = kwargs.get(REQUEST)
+        if request is None or request.teaching:
             return
-        assert tape.steps is not None
+        assert request.suspended is not None
         try:
-            tape.steps.send(output)
+            request.suspended.send(output)
         except StopIteration:
-            tape.steps, tape.compared = None, True
+            request.suspended, request.compared = None, True
         else:
-            raise AssertionError(f"{type(self).__name__}._steps must yield once a forward")
+            raise AssertionError(f"{type(self).__name__}._around_decoder must yield exactly once")
 
-    def _steps(self, tape: Any, call: DecoderCall) -> Steps:
-        """Compute the loss around the decoder's forward, onto the tape."""
+    def _around_decoder(self, request: Any, call: DecoderCall) -> AroundDecoder:
+        """Run code before and after the decoder's forward, and write the loss to the request (`AroundDecoder`)."""
         raise NotImplementedError
 
 
@@ -166,7 +167,10 @@ def require(reason: str | None) -> None:
 
 @contextmanager
 def without_gradient(device_type: str) -> Iterator[None]:
-    """No gradients, and no cast weights kept by autocast: those would be found without gradient by a later forward."""
+    """Switch off gradients and the weight cache of autocast.
+
+    Autocast would keep the weights it cast here, and a later forward with gradients would use them without a gradient.
+    """
     enabled = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type)
     with torch.no_grad(), torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
@@ -174,11 +178,11 @@ def without_gradient(device_type: str) -> Iterator[None]:
 
 
 def _require_compared(causal_lm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    tape = kwargs.get(TAPE)
-    if isinstance(tape, Tape) and not (tape.compared or tape.teaching):
+    request = kwargs.get(REQUEST)
+    if isinstance(request, LossRequest) and not (request.compared or request.teaching):
         raise ValueError(
-            f"{type(causal_lm).__name__} does not pass keyword arguments on to its decoder, so nothing can be "
-            "distilled in it. Use objective='clm'."
+            f"{type(causal_lm).__name__} does not pass keyword arguments on to its decoder, so the loss cannot be "
+            "computed there. Use objective='clm'."
         )
 
 
@@ -186,7 +190,7 @@ def _refuse_prompts(model: nn.Module) -> None:
     for name, config in adapter_configs(model).items():
         if config.is_prompt_learning:
             raise ValueError(
-                f"adapter {name!r} learns prompts ({config.peft_type.value}): its virtual tokens stand before those of "
-                "the row, and losses that read states of the decoder would take the one for the other. Use LoRA, or "
-                "objective='clm' without objective_args."
+                f"adapter {name!r} learns prompts ({config.peft_type.value}): it puts virtual tokens before those of "
+                "the sequence, and losses of hidden states would mix up the two. Use LoRA, or objective='clm' without "
+                "objective_args."
             )

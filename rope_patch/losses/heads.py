@@ -1,4 +1,4 @@
-"""What a family does to the products of its head before they are logits, and losses through its head."""
+"""The scale and soft cap that a family applies to its logits, and losses through its output head."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +40,7 @@ def head_losses(
     temperature: float = 1.0,
     **options: Any,
 ) -> tuple[torch.Tensor, RowMetrics]:
-    """`rope_kernels.linear_ce_kl` through the head of a causal LM, with what its family does to logits.
+    """`rope_kernels.linear_ce_kl` through the head of a causal LM, with its scale and soft cap of logits.
 
     Args:
         causal_lm: the causal LM.
@@ -49,9 +49,9 @@ def head_losses(
         labels: [N].
         ce_weight: [N].
         kl_weight: [N] or None.
-        teacher: output head and last hidden states of another model, [N, H_t], which the KL is to; None takes the
-            standard view's.
-        temperature: divides the logits of all, of the cross-entropy too.
+        teacher: output head and last hidden states of another model, [N, H_t], as target of the KL; None takes the
+            standard view.
+        temperature: divides all logits, also those of the cross-entropy.
         **options: of `linear_ce_kl`.
 
     Raises:
@@ -60,7 +60,7 @@ def head_losses(
     head = causal_lm.get_output_embeddings()
     other: Any = None if teacher is None else teacher[0]
     scale, softcap = logit_transform(causal_lm.config.get_text_config())
-    # z / T is z of these: softcap / T tanh(scale / T product / (softcap / T))
+    # z / T has the form of z: softcap / T tanh(scale / T product / (softcap / T))
     scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
     metrics: list[RowMetrics] = []
 
@@ -93,7 +93,7 @@ def head_losses(
 def head_kl(
     causal_lm: Any, teacher_head: Any, hidden: torch.Tensor, teacher_hidden: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """`rope_kernels.linear_kl_rows` through the heads of a causal LM and a teacher, with what the family does to them.
+    """`rope_kernels.linear_kl_rows` through the heads of a causal LM and a teacher, with scale and soft cap.
 
     Args:
         causal_lm: the causal LM.
@@ -130,32 +130,32 @@ def head_kl(
 
 
 def _beside(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of a teacher's head where its hidden states are: a copy may wait on the CPU between steps."""
+    """Weight and bias of a teacher's head on the device of its hidden states; an offloaded copy is on the CPU."""
     bias = getattr(head, "bias", None)
     return head.weight.to(hidden.device), None if bias is None else bias.to(hidden.device)
 
 
 def _require_floating(*heads: Any) -> None:
-    """Refuse heads whose weights are codes of numbers: hidden states, cast to their dtype, would be cut to integers.
+    """Refuse heads with integer weights, since hidden states are cast to the dtype of the weights.
 
     Raises:
-        ValueError: a head is quantized to integers; the message names the option that leaves it out.
+        ValueError: a head is quantized to integers.
     """
     for head in heads:
         if head is not None and not head.weight.is_floating_point():
             raise ValueError(
-                "the output head must have floating point weights, which the loss multiplies itself, got "
+                "the loss multiplies by the weights of the output head, which must be floating point, got "
                 f"{type(head).__name__} with {head.weight.dtype}: leave it out of quantization "
                 "(llm_int8_skip_modules=['lm_head'] of BitsAndBytesConfig)."
             )
 
 
 def _reading(heads: list[Any], compute: Callable[..., torch.Tensor], *hidden: torch.Tensor | None) -> torch.Tensor:
-    """`compute(*hidden)`, which reads the weights of heads.
+    """Call `compute(*hidden)`, which reads the weights of heads.
 
-    DeepSpeed ZeRO-3 has a weight whole during forward and backward of the module that holds it. There `compute` runs as
-    the forward of the heads, one inside the other, so that ZeRO-3's hooks gather their weights for it, let go of them
-    after it and reduce their gradients. Read from elsewhere, a weight would stay whole through the model's forward.
+    DeepSpeed ZeRO-3 gathers a weight only for forward and backward of its module. So `compute` runs there as the
+    forward of the heads, nested, and ZeRO-3's hooks gather the weights, release them and reduce their gradients. If a
+    weight were read elsewhere, it would stay gathered through the model's forward.
     """
     for head in {id(head): head for head in heads if head is not None}.values():
         if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
@@ -165,7 +165,7 @@ def _reading(heads: list[Any], compute: Callable[..., torch.Tensor], *hidden: to
 
 def _as_forward_of(head: Any, compute: Callable[..., torch.Tensor], *hidden: torch.Tensor | None) -> torch.Tensor:
     """`head(*hidden)` with its hooks and `compute` in place of its forward."""
-    patched = vars(head).get("forward")  # of an instance that something else has patched
+    patched = vars(head).get("forward")  # other code may have patched this instance
     head.forward = compute
     try:
         output: torch.Tensor = head(*hidden)

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..base.validators import require_number
 from ..patch import rope_view
 from .distiller import Distiller
-from .forward_loss import DecoderCall, Steps, Tape
+from .forward_loss import AroundDecoder, DecoderCall, LossRequest
 from .targets import checked_layers
 from .teacher import CopiedTeacher, SharedTeacher
 
@@ -20,17 +20,18 @@ class HiddenTargets:
     """loss = weight sum_i mean over tokens of (1 - cos(h_student_i, h_teacher_i)), i in `layers`, + short_to_long far.
 
     far = mean over tokens of (1 - cos(g_student, h_teacher)) of last hidden states, g_student under the sampled view.
-    The teacher reads true positions. With short_to_long = 0 and a view in force, h_student is under the view; otherwise
-    it is under true positions, beside a second pass under the view, on the same rows.
+    The teacher reads true positions. With short_to_long = 0, h_student comes from the one forward of the student, under
+    the view if there is one. Otherwise h_student is at true positions, and a second pass, under the view, gives
+    g_student.
 
     Args:
-        weight: of the sum; LongReD takes 5.
-        short_to_long: of far; LongReD takes 10, and rows of its own, of the native window; 0 leaves it out.
+        weight: of the sum; LongReD uses 5.
+        short_to_long: weight of far; 0 leaves it out. LongReD uses 10 and separate sequences of the native window.
         layers: which hidden states, 0 the embeddings, i the output of layer i, the last one after the final norm. None
             means six spread evenly over 1 .. n_layers.
 
-    Source: LongReD, arXiv:2502.07365, short-text and short-to-long distillation. Its third term is next-token loss on
-        long rows, which a second run has.
+    Source: LongReD, arXiv:2502.07365, short-text and short-to-long distillation. Its third term, the next-token
+        loss on long sequences, is a training stage of its own here.
     """
 
     weight: float = 5.0
@@ -43,10 +44,10 @@ class HiddenTargets:
         object.__setattr__(self, "layers", checked_layers(self.layers))
         if self.layers == (0,) and not self.short_to_long:
             raise ValueError(
-                "layers=[0] are the embeddings, which teacher and student begin with alike: there is nothing to distil."
+                "layers=[0] are the embeddings, which teacher and student have in common: there is nothing to distil."
             )
 
-    def chosen(self, n_layers: int) -> tuple[int, ...]:
+    def layer_indices(self, n_layers: int) -> tuple[int, ...]:
         """The indices that count in a model of `n_layers` layers.
 
         Raises:
@@ -59,15 +60,15 @@ class HiddenTargets:
         return self.layers
 
 
-class HiddenTape(Tape):
-    """Sums of 1 - cos come back: over layers and tokens, and over tokens of the last states."""
+class HiddenRequest(LossRequest):
+    """The forward writes two sums of 1 - cos: over layers and tokens, and over tokens of the last hidden states."""
 
     distance: torch.Tensor
     far: torch.Tensor | None = None  # only in training
 
     @property
     def held(self) -> torch.Tensor:
-        """Which of the rank's tokens are real, bool [batch, n or fewer]."""
+        """Which of this rank's tokens are real, bool [batch, tokens of the rank]."""
         return self.valid if self.shard is None else self.shard.local(self.valid)
 
 
@@ -80,42 +81,42 @@ class HiddenDistiller(Distiller):
         teacher: the same weights with adapters off, or a frozen copy.
 
     Raises:
-        ValueError: the student's RoPE is the teacher's, a layer does not exist, or short_to_long has no view.
+        ValueError: student and teacher have the same RoPE, a layer does not exist, or short_to_long has no view.
     """
 
     def __init__(self, model: nn.Module, targets: HiddenTargets, teacher: SharedTeacher | CopiedTeacher) -> None:
         super().__init__(model, teacher)
         self.targets = targets
-        self.layers = targets.chosen(self.decoder.config.num_hidden_layers)
+        self.layers = targets.layer_indices(self.decoder.config.num_hidden_layers)
         source = None if self.state is None else self.state.source
         if targets.short_to_long and (source is None or not source.view.perturbs):
             raise ValueError("short_to_long compares a view with true positions: give view='cream' or another.")
         if targets.short_to_long and self.state is not None and self.state.layers_call_rotary:
             raise ValueError(
-                f"{type(self.causal_lm).__name__} computes RoPE inside its layers, which have one view a step, and "
+                f"{type(self.causal_lm).__name__} computes RoPE inside its layers, so a step has one view, and "
                 "short_to_long needs two: leave it at 0."
             )
 
-    def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> HiddenTape:
-        return HiddenTape(valid, document)
+    def _new_request(self, valid: torch.Tensor, document: torch.Tensor) -> HiddenRequest:
+        return HiddenRequest(valid, document)
 
-    def _steps(self, tape: HiddenTape, call: DecoderCall) -> Steps:
-        taught = self._ask_teacher(tape, call)
+    def _around_decoder(self, request: HiddenRequest, call: DecoderCall) -> AroundDecoder:
+        taught = self._ask_teacher(request, call)
         chosen, last = [taught.hidden_states[i] for i in self.layers], taught.last_hidden_state
         del taught
         two_passes = self.targets.short_to_long and self.decoder.training
         if two_passes:
             with rope_view(self.decoder, "standard"):
-                tape.distance = self._distance(tape, call.run_before(), chosen)
+                request.distance = self._distance(request, call.run_before(), chosen)
         output = yield None
         if two_passes:
-            tape.far = _one_minus_cos(output.last_hidden_state, last, tape.held)
+            request.far = _one_minus_cos(output.last_hidden_state, last, request.held)
         else:
-            tape.distance = self._distance(tape, output, chosen)
+            request.distance = self._distance(request, output, chosen)
 
-    def _distance(self, tape: HiddenTape, output: Any, teacher: list[torch.Tensor]) -> torch.Tensor:
+    def _distance(self, request: HiddenRequest, output: Any, teacher: list[torch.Tensor]) -> torch.Tensor:
         pairs = zip(self.layers, teacher, strict=True)
-        return torch.stack([_one_minus_cos(output.hidden_states[i], t, tape.held) for i, t in pairs]).sum()
+        return torch.stack([_one_minus_cos(output.hidden_states[i], t, request.held) for i, t in pairs]).sum()
 
 
 def _one_minus_cos(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

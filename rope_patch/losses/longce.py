@@ -1,4 +1,4 @@
-"""LongCE: tokens weigh as much as a long context helps to predict them."""
+"""LongCE: next-token loss that weighs each token by how much a long context helps to predict it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +21,8 @@ class LongCE:
 
     With K = short_context and d = stride, document tokens start .. start + K + d for start = 0, d, 2d, ... are read as
     sequences of their own, and the last d of them get the weight; each has seen K to K + d - 1 tokens there. Tokens
-    before K, and documents of at most K tokens, weigh 1. Weights are constants; the mean divides by the number of
-    tokens, not by the sum of weights.
+    before K, and documents of at most K tokens, have weight 1. Weights have no gradient; the mean divides by the number
+    of tokens, not by the sum of weights.
 
     Args:
         short_context: K, in tokens.
@@ -42,11 +42,11 @@ class LongCE:
         require_number("cap", self.cap)
 
     def check_length(self, length: int, remedy: str) -> None:
-        """Raise ValueError if every document is at most `length` tokens long and so weighs 1 throughout.
+        """Raise ValueError if no document is longer than the short context, so that all weights would be 1.
 
         Args:
             length: tokens of the longest document.
-            remedy: how to do without these weights, for the error.
+            remedy: for the error, how to train without these weights.
         """
         if length <= self.short_context:
             raise ValueError(
@@ -86,7 +86,7 @@ class LongCE:
         for chosen in parts:
             begin, length = chosen[:, :1], chosen[:, 1:]
             token = (begin + offset).clamp(max=ids.numel() - 1)
-            # padding is on the right, where nothing real looks
+            # padding is on the right, where no real token attends to it
             rows = ids.flatten()[token].masked_fill(offset >= length, 0)
             with rope_view(decoder, "standard"), without_gradient(ids.device.type):
                 hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state
@@ -101,22 +101,22 @@ class LongCE:
 class DFT(LongCE):
     """loss = mean over tokens of p_i CE_i, p_i the probability that the model gives the token, a constant.
 
-    It is LongCE's weight beside a short context that leaves no doubt; nothing else is read.
+    It is LongCE's weight for a short context that predicts every token with certainty.
 
     Source: DFT, arXiv:2508.05629, as TRL has it.
     """
 
     def check_length(self, length: int, remedy: str) -> None:
-        """Documents of any length have such weights."""
+        """Accept documents of any length."""
 
     def reference(self, causal_lm: Any, decoder: Any, labelled: Labelled) -> torch.Tensor:
-        """Cross-entropies of 0."""
+        """Cross-entropies of 0, as in a context that predicts every token."""
         return torch.zeros(labelled.ids.shape, device=labelled.ids.device)
 
 
 def _most_of_ranks(decoder: Any, n_forwards: int, device: torch.device) -> int:
-    """The largest number of forwards that a rank needs, where all of them gather weights for each one together."""
-    # of ZeRO-3 and FSDP2
+    """The largest number of forwards of any rank, if ranks must gather weights together for each forward."""
+    # ZeRO-3 and FSDP2
     if not any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in decoder.parameters()):
         return n_forwards
     most = torch.tensor(n_forwards, device=device)
@@ -125,12 +125,12 @@ def _most_of_ranks(decoder: Any, n_forwards: int, device: torch.device) -> int:
 
 
 def head_weights(longce: LongCE | None, short_ce: torch.Tensor | None, queries: torch.Tensor) -> dict[str, Any]:
-    """What `rope_kernels.linear_ce_kl` is to know of token weights: nothing without them.
+    """The arguments of `rope_kernels.linear_ce_kl` for token weights, {} without them.
 
     Args:
         longce: the weights, or None.
         short_ce: `LongCE.reference` of the batch, [batch, n], or None.
-        queries: indices of its rows among the flattened tokens, [N].
+        queries: indices of the rows among the flattened tokens, [N].
     """
     if longce is None or short_ce is None:
         return {}

@@ -1,4 +1,4 @@
-"""The model as it was pretrained, at true positions, teaches all predictions of the model under a view, in one pass."""
+"""Knowledge distillation from the pretrained model at true positions to the model under a view, for every token."""
 
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -14,37 +14,36 @@ from ..families.capabilities import why_no_losses
 from ..layout.labelled import Labelled
 from .consistency import Direction
 from .distiller import Distiller
-from .forward_loss import DecoderCall, Steps, Tape, require
+from .forward_loss import AroundDecoder, DecoderCall, LossRequest, require
 from .heads import head_losses
 from .teacher import CopiedTeacher, SharedTeacher
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeTargets:
-    """Loss of a model that keeps what it predicted at true positions.
+    """Loss of a model that keeps the predictions of pretraining.
 
     loss = weight mean over tokens of KL(q_t || p_t) + clm_weight mean over labels of -ln p(label) + text_weight mean
     over next tokens of -ln p(next token).
 
     p is the student's next-token distribution under the view in force, q that of the model as it was pretrained:
-    adapters off or a frozen copy, native RoPE, true positions. The KL counts every token that is not padding, those
-    whose labels are masked and the last one of a document too: short documents and prompts hold what is to be kept.
-    Next tokens are all tokens of a document but its first, whether they are labels or not; a label counts in both
-    means. Evaluation has the same loss at true positions, without draws.
+    adapters off or a frozen copy, native RoPE, true positions. The KL counts every token that is not padding, also
+    those without a label and the last token of a document. Next tokens are all tokens of a document but its first,
+    labels or not; a label counts in both means. Evaluation computes the same loss at true positions.
 
     Args:
-        weight: of the KL; 0 leaves it out, and with it the teacher: next-token losses alone are trained.
-        clm_weight: of the cross-entropy under the view, which labels alone count in: with prompts masked, answers. It
-            is what teaches more than the teacher knows, such as an answer whose key is far away. 0 leaves it out of
-            training; evaluation then measures it.
-        text_weight: of the cross-entropy of all next tokens under the view. It lowers the loss of running text below
-            the native model's, and moves the model further from what it said.
-        temperature: divides the logits of both sides of the KL, which is not multiplied by its square.
+        weight: weight of the KL; 0 trains next-token losses only, without a teacher.
+        clm_weight: weight of the cross-entropy of labels under the view; with prompts masked, these are answers. It
+            teaches what the teacher does not know, such as an answer whose key is far away. With 0, only evaluation
+            measures it.
+        text_weight: weight of the cross-entropy of all next tokens under the view. It lowers the loss on running text
+            below that of the pretrained model, and moves the model further from its predictions.
+        temperature: divides the logits of both sides of the KL; the KL is not multiplied by its square.
         direction: "forward" KL(q || p), "reverse" KL(p || q), or their Jensen-Shannon divergence "jsd".
 
     Source: ours. LongReD's short-to-long distillation (arXiv:2502.07365) compares last hidden states of the same two
-        passes by cosine, PoSE (arXiv:2309.10400) has the views; the cross-entropy beside a KL to the start is that of
-        fine-tuning held to its start.
+        passes by cosine, PoSE (arXiv:2309.10400) has the views, and fine-tuning with a KL to the initial model
+        has the sum of cross-entropy and KL.
     """
 
     weight: float = 1.0
@@ -60,7 +59,9 @@ class NativeTargets:
         if self.direction not in get_args(Direction):
             raise ValueError(f"direction must be one of {get_args(Direction)}, got {self.direction!r}.")
         if not (self.weight or self.has_ce):
-            raise ValueError("weight, clm_weight and text_weight are all 0, so there is nothing to learn: raise one.")
+            raise ValueError(
+                "weight, clm_weight and text_weight are all 0, so there is nothing to learn: set one above 0."
+            )
 
     @property
     def has_ce(self) -> bool:
@@ -68,14 +69,14 @@ class NativeTargets:
         return bool(self.clm_weight or self.text_weight)
 
 
-class NativeTape(Tape):
-    """A batch with its labels goes in; the loss and metrics of the student come back.
+class NativeRequest(LossRequest):
+    """Carries a batch with its labels; the forward writes the loss and metrics of the student to it.
 
     Args:
         labelled: the batch.
-        n_tokens: what the sum of the KL is divided by.
-        n_labels: what the sum of cross-entropies of labels is divided by.
-        n_next: what the sum of cross-entropies of next tokens is divided by.
+        n_tokens: divisor of the sum of the KL.
+        n_labels: divisor of the sum of cross-entropies of labels.
+        n_next: divisor of the sum of cross-entropies of next tokens.
     """
 
     loss: torch.Tensor
@@ -91,7 +92,7 @@ class NativeTape(Tape):
 
 
 class NativeDistiller(Distiller):
-    """Distils predictions of a teacher into a student under its view, while the student's one forward runs.
+    """Distils the predictions of a teacher into a student under its view, in one forward of the student.
 
     Args:
         model: the student, patched, bare or wrapped.
@@ -100,7 +101,7 @@ class NativeDistiller(Distiller):
         offload: whether the teacher's hidden states wait on the CPU while the student runs.
 
     Raises:
-        ValueError: without a cross-entropy, the student's RoPE is the teacher's; or its head has an adapter.
+        ValueError: without a cross-entropy, student and teacher have the same RoPE; or the head has an adapter.
     """
 
     def __init__(
@@ -116,61 +117,61 @@ class NativeDistiller(Distiller):
         require(why_no_losses(self.causal_lm, self.decoder))
 
     def _require_difference(self) -> None:
-        # with a cross-entropy the KL holds the student to its start, by whatever RoPE
+        # with a cross-entropy, the KL to the initial model makes sense for any RoPE
         if not self.targets.has_ce:
             super()._require_difference()
 
     @property
     def reads_labels(self) -> bool:
-        """Whether a forward gives cross-entropies."""
+        """Whether a forward computes cross-entropies."""
         return bool(self.targets.clm_weight) or self.reads_text or not self.decoder.training
 
     @property
     def reads_text(self) -> bool:
-        """Whether a forward gives cross-entropies of all next tokens."""
+        """Whether a forward computes cross-entropies of all next tokens."""
         return bool(self.targets.text_weight)
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError if documents of `length` tokens are more than the window of a teacher."""
+        """Raise ValueError if documents of `length` tokens exceed the teacher's context window."""
         if self.teacher is not None:
             self.require_taught_length("the teacher, the model as it was pretrained,", length)
 
-    def _steps(self, tape: NativeTape, call: DecoderCall) -> Steps:
-        taught = None if self.teacher is None else self._taught(tape, call)
+    def _around_decoder(self, request: NativeRequest, call: DecoderCall) -> AroundDecoder:
+        taught = None if self.teacher is None else self._taught(request, call)
         output = yield None
-        hidden = tape.labelled.states(output.last_hidden_state, tape.queries)
-        labels, ce_weight = self._asked(tape)
+        hidden = request.labelled.states(output.last_hidden_state, request.queries)
+        labels, ce_weight = self._asked(request)
         if taught is None:
-            tape.loss, tape.rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
+            request.loss, request.rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
             return
-        kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.n_tokens)
+        kl_weight = torch.full_like(ce_weight, self.targets.weight / request.n_tokens)
         teacher = self.teacher.head, taught.to(hidden.device)
         del taught
         options: dict[str, Any] = {"direction": self.targets.direction, "temperature": self.targets.temperature}
         if self.targets.temperature == 1:
-            tape.loss, tape.rows = head_losses(
+            request.loss, request.rows = head_losses(
                 self.causal_lm, hidden, hidden, labels, ce_weight, kl_weight, teacher, **options
             )
             return
         ce, rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
         none = torch.full_like(labels, IGNORE_INDEX)
         kl, of_kl = head_losses(self.causal_lm, hidden, hidden, none, ce_weight, kl_weight, teacher, **options)
-        tape.loss, tape.rows = ce + kl, replace(rows, kl=of_kl.kl)
+        request.loss, request.rows = ce + kl, replace(rows, kl=of_kl.kl)
 
-    def _taught(self, tape: NativeTape, call: DecoderCall) -> torch.Tensor:
-        """Last hidden states of the teacher at the queries, where they wait for the student's."""
-        self.check_length(int(tape.labelled.documents.length.max()))
-        states = tape.labelled.states(self._ask_teacher(tape, call).last_hidden_state, tape.queries)
+    def _taught(self, request: NativeRequest, call: DecoderCall) -> torch.Tensor:
+        """Last hidden states of the teacher at the queries, on the CPU if they are offloaded."""
+        self.check_length(int(request.labelled.documents.length.max()))
+        states = request.labelled.states(self._ask_teacher(request, call).last_hidden_state, request.queries)
         return states.to("cpu") if self.offload else states
 
-    def _asked(self, tape: NativeTape) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each query is to predict, -100 for nothing, and the weight of its cross-entropy, both [N]."""
-        labels, has_label = tape.labels, tape.has_label
-        weight = has_label * (self.targets.clm_weight / tape.n_labels)
+    def _asked(self, request: NativeRequest) -> tuple[torch.Tensor, torch.Tensor]:
+        """The label of each query, -100 for none, and the weight of its cross-entropy, both [N]."""
+        labels, has_label = request.labels, request.has_label
+        weight = has_label * (self.targets.clm_weight / request.n_labels)
         if self.reads_text:
-            next_token = tape.labelled.next_token.flatten()[tape.queries]
+            next_token = request.labelled.next_token.flatten()[request.queries]
             labels = torch.where(has_label, labels, next_token)
-            weight = weight + (next_token != IGNORE_INDEX) * (self.targets.text_weight / tape.n_next)
+            weight = weight + (next_token != IGNORE_INDEX) * (self.targets.text_weight / request.n_next)
         elif not self.reads_labels:
             labels = torch.full_like(labels, IGNORE_INDEX)
         return labels, weight.float()

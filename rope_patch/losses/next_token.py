@@ -1,4 +1,4 @@
-"""Next-token loss whose tokens differ in weight."""
+"""Next-token loss with a weight for each token."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from ..families.capabilities import why_no_losses
 from ..layout.labelled import Labelled
 from .cue import CueWeight
-from .forward_loss import DecoderCall, ForwardLoss, Steps, Tape, require
+from .forward_loss import AroundDecoder, DecoderCall, ForwardLoss, LossRequest, require
 from .heads import head_losses
 from .longce import LongCE, head_weights
 
@@ -25,7 +25,7 @@ class NextTokenLoss:
         loss: what is minimised, a scalar.
         rows: metrics of each row, detached, [N].
         queries: indices of the rows among the flattened tokens, [N].
-        token_weight: what the cross-entropy of each row is multiplied by, [N]; None where all weigh alike.
+        token_weight: factor of each row's cross-entropy, [N]; None if all are 1.
     """
 
     loss: torch.Tensor
@@ -34,8 +34,8 @@ class NextTokenLoss:
     token_weight: torch.Tensor | None
 
 
-class NextTokenTape(Tape):
-    """A batch with its labels goes in, the loss comes back.
+class NextTokenRequest(LossRequest):
+    """Carries a batch with its labels into the forward, which writes the loss to it.
 
     Args:
         labelled: the batch.
@@ -101,16 +101,16 @@ class WeightedNextToken(ForwardLoss):
         require(why_no_losses(self.causal_lm, self.decoder))
         self.longce, self.cue = longce, cue
 
-    def _steps(self, tape: NextTokenTape, call: DecoderCall) -> Steps:
+    def _around_decoder(self, request: NextTokenRequest, call: DecoderCall) -> AroundDecoder:
         training, short_ce = self.decoder.training, None
         if training and self.longce is not None:
-            short_ce = self.longce.reference(self.causal_lm, self.decoder, tape.labelled)
+            short_ce = self.longce.reference(self.causal_lm, self.decoder, request.labelled)
         output = yield None
-        tape.result = next_token_loss(
+        request.result = next_token_loss(
             self.causal_lm,
-            tape.labelled,
+            request.labelled,
             output.last_hidden_state,
-            tape.ce_divisor,
+            request.ce_divisor,
             longce=self.longce,
             short_ce=short_ce,
             cue=self.cue if training else None,

@@ -1,4 +1,4 @@
-"""How a model gives hidden states under true positions and under a view: in one forward, in two, or in two calls."""
+"""Hidden states under true positions and under a view, from one forward, from two, or from two calls of the model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..attention.two_view import TwoViewAttention, copy_granule
 from ..families.attention_calls import AttentionCall
-from ..forward.drawn_view import Batch, BoundIndex
+from ..forward.drawn_view import Batch, ForwardIndex
 from ..forward.sources import TableSource, ViewSource
 from ..forward.state import RopeState
 from ..layout.labelled import Labelled
@@ -20,13 +20,13 @@ from ..layout.two_view import TwoViewLayout
 from ..patch import rope_view
 from .consistency import ShortContexts
 from .forward_loss import Arguments, DecoderCall
-from .next_token import NextTokenTape
+from .next_token import NextTokenRequest
 
 logger = logging.get_logger(__name__)
 
 
-class StandardTape(NextTokenTape):
-    """Goes through the first of two calls, under true positions, and brings back what the second call needs.
+class StandardRequest(NextTokenRequest):
+    """For the first of two calls, under true positions: the forward writes to it what the second call needs.
 
     Args:
         labelled: the batch.
@@ -37,32 +37,32 @@ class StandardTape(NextTokenTape):
     states: torch.Tensor | None = None  # [batch, n, H], detached
 
     def take_states(self) -> torch.Tensor:
-        """The states, which the tape then holds no longer: they are large."""
+        """Return the states and drop them from the request, since they are large."""
         states, self.states = self.states, None
         assert states is not None
         return states
 
 
-class ViewTape(NextTokenTape):
-    """Goes through the call that compares: a batch with its divisors goes in, the loss of both views comes back.
+class ViewRequest(NextTokenRequest):
+    """For the call that compares two views: carries a batch and its divisors, gets the loss of both views.
 
     Args:
         labelled: the batch.
         ce_divisor: what the sum of cross-entropies is divided by.
         kl_divisor: what the KL is divided by, `SelfDistiller.kl_count` of all that the mean is over.
-        earlier: the tape of the first of two calls, None where there is one.
+        earlier: the request of the first call if there are two, else None.
     """
 
     def __init__(
-        self, labelled: Labelled, ce_divisor: int, kl_divisor: int, earlier: StandardTape | None = None
+        self, labelled: Labelled, ce_divisor: int, kl_divisor: int, earlier: StandardRequest | None = None
     ) -> None:
         super().__init__(labelled, ce_divisor)
         self.kl_divisor, self.earlier = kl_divisor, earlier
-        self.attention: Callable[[AttentionCall], torch.Tensor] | None = None  # in place of the model's
-        self.attended = False  # whether it was called
+        self.attention: Callable[[AttentionCall], torch.Tensor] | None = None  # replaces the model's
+        self.attended = False  # whether that attention was called
 
     def visit(self, call: AttentionCall) -> torch.Tensor | None:
-        """What the forward in flight computes in place of the model's own attention."""
+        """Run `attention` in place of the model's own, if it is set."""
         if self.attention is None:
             return None
         self.attended = True
@@ -78,7 +78,7 @@ class PairedStates:
         view: under the view, [batch, places, H].
         first_changed: s, the first token of each document that the view moves, in the shape of its documents.
         labelled: the batch.
-        place: where in `view` the state of each token is, [batch, n]; None: at its own index.
+        place: index in `view` of each token's state, [batch, n]; None means the token's own index.
     """
 
     standard: torch.Tensor
@@ -96,25 +96,25 @@ class PairedStates:
 
 
 Pairing = Generator[Arguments | None, Any, PairedStates]
-"""`Steps` around one forward of a decoder that return the states of both."""
+"""An `AroundDecoder` that returns the states of both forwards."""
 
 
 class Passes(ABC):
-    """A way to give the states of both forwards."""
+    """A way to compute the states under true positions and under the view."""
 
     @abstractmethod
-    def pair(self, call: DecoderCall, tape: ViewTape) -> Pairing:
-        """Run what both forwards need around the call's own."""
+    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
+        """Compute both, around the forward of the call."""
 
     def standard(self, call: DecoderCall) -> Generator[Arguments | None, Any, torch.Tensor]:
-        """The call's own forward alone, under true positions; returns its states, [batch, n, H]."""
+        """Run only the call's own forward, under true positions; returns its states, [batch, n, H]."""
         output = yield None
         states: torch.Tensor = output.last_hidden_state
         return states
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """What has to be in place while forwards run."""
+        """Hooks and settings that stay in place while forwards run."""
         yield
 
 
@@ -130,20 +130,20 @@ class TwoPasses(Passes):
     source: ViewSource
     n_layers: int
 
-    def pair(self, call: DecoderCall, tape: ViewTape) -> Pairing:
+    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
         with rope_view(call.decoder, "standard"):
             standard = call.run_before().last_hidden_state
         output = yield None
         # not earlier: the draw that s belongs to is made in the view's forward
-        first = first_changed(self.source, tape.labelled, self.n_layers)
-        return PairedStates(standard, output.last_hidden_state, first, tape.labelled)
+        first = first_changed(self.source, request.labelled, self.n_layers)
+        return PairedStates(standard, output.last_hidden_state, first, request.labelled)
 
 
 @dataclass(frozen=True)
 class SequentialPasses(Passes):
     """The second of two calls, each with its own backward, so that one graph lives at a time.
 
-    The first call, with a `StandardTape`, has left the standard view's states there, detached: the KL holds them fixed.
+    The first call has written the detached states of the standard view to its `StandardRequest`, here `earlier`.
 
     Args:
         source: of the view.
@@ -153,19 +153,19 @@ class SequentialPasses(Passes):
     source: ViewSource
     n_layers: int
 
-    def pair(self, call: DecoderCall, tape: ViewTape) -> Pairing:
-        assert tape.earlier is not None
+    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
+        assert request.earlier is not None
         output = yield None
         # not earlier: the draw that s belongs to is made in the view's forward
-        first = first_changed(self.source, tape.labelled, self.n_layers)
-        return PairedStates(tape.earlier.take_states(), output.last_hidden_state, first, tape.labelled)
+        first = first_changed(self.source, request.labelled, self.n_layers)
+        return PairedStates(request.earlier.take_states(), output.last_hidden_state, first, request.labelled)
 
 
 @dataclass(frozen=True)
 class OnePass(Passes):
     """One forward over the tokens and, behind them, copies of those that the view moves (`TwoViewLayout`).
 
-    Where the model around the decoder gives it finished masks, that call takes two passes.
+    A call takes two passes instead if the model passes finished 4D masks to its decoder.
 
     Args:
         causal_lm: the model.
@@ -181,36 +181,38 @@ class OnePass(Passes):
     state: RopeState
     source: ViewSource
 
-    def pair(self, call: DecoderCall, tape: ViewTape) -> Pairing:
+    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
         named = {**dict(zip(self.parameters, call.args, strict=False)), **call.kwargs}
         n_layers = self.decoder.config.num_hidden_layers
         # masks finished by the model around the decoder may show more than causality, as between parts of an image
         if named.get("attention_mask") is not None and not _is_padding_mask(named["attention_mask"]):
-            logger.warning_once("Both views run in two passes: the model around the decoder gives it finished masks.")
-            return (yield from TwoPasses(self.source, n_layers).pair(call, tape))
-        # drawn here, before the forward: which tokens are copied follows from the draw
-        bound, positions = self._bind(named, tape.labelled)
-        first = first_changed(self.source, tape.labelled, n_layers)
-        layout = TwoViewLayout.of(tape.labelled, first, copy_granule(self.causal_lm, positions.shape[1]))
-        index = layout.index(positions, _from_document_starts(bound(positions), positions, tape.labelled))
-        tape.attention = TwoViewAttention(layout, self.causal_lm, self.decoder.config)
+            logger.warning_once(
+                "Both views run in two passes, because the model passes finished 4D masks to its decoder."
+            )
+            return (yield from TwoPasses(self.source, n_layers).pair(call, request))
+        # draw before the forward: the draw decides which tokens are copied
+        drawn, positions = self._bind(named, request.labelled)
+        first = first_changed(self.source, request.labelled, n_layers)
+        layout = TwoViewLayout.of(request.labelled, first, copy_granule(self.causal_lm, positions.shape[1]))
+        index = layout.index(positions, _from_document_starts(drawn(positions), positions, request.labelled))
+        request.attention = TwoViewAttention(layout, self.causal_lm, self.decoder.config)
         table = TableSource(index)
-        self.state.overrides.append(table)  # what a forward that raises has left, `SelfDistiller.active` takes off
+        self.state.overrides.append(table)  # `SelfDistiller.active` removes it if the forward raises
         output = yield (), _with_copies(named, layout, positions)
         self.state.overrides.remove(table)
-        if not tape.attended:
+        if not request.attended:
             raise ValueError(
                 f"{type(self.causal_lm).__name__} does not call its attention through Transformers' table with the "
                 "keyword arguments that it gets, so one forward cannot give both views: ask for two passes, "
                 "objective_args={'passes': 'two'}."
             )
-        return PairedStates(output.last_hidden_state, output.last_hidden_state, first, tape.labelled, layout.seen)
+        return PairedStates(output.last_hidden_state, output.last_hidden_state, first, request.labelled, layout.seen)
 
-    def _bind(self, named: dict[str, Any], labelled: Labelled) -> tuple[BoundIndex, torch.Tensor]:
+    def _bind(self, named: dict[str, Any], labelled: Labelled) -> tuple[ForwardIndex, torch.Tensor]:
         """The view with its draws for the call, and true positions, [batch, n]."""
         (n_rows, seq_len), device = labelled.ids.shape, labelled.ids.device
         position_ids = named.get("position_ids")
-        bound = self.source.bind(
+        drawn = self.source.bind(
             Batch(
                 rows=n_rows,
                 seq_len=seq_len,
@@ -223,13 +225,13 @@ class OnePass(Passes):
             )
         )
         positions = torch.arange(seq_len, device=device) if position_ids is None else position_ids
-        return bound, positions.expand(n_rows, seq_len)
+        return drawn, positions.expand(n_rows, seq_len)
 
 
 def _from_document_starts(index: torch.Tensor, positions: torch.Tensor, labelled: Labelled) -> torch.Tensor:
-    """RoPE indices of a view, [batch, n], moved as a whole so that each document begins at its true position.
+    """RoPE indices of a view, [batch, n], shifted so that each document begins at its true position.
 
-    A prefix may be as a whole elsewhere in the view (cyclic), which RoPE does not see: here it is where it was.
+    A view may shift a whole prefix (cyclic). RoPE does not see that, but the copies share the prefix of the tokens.
     """
     begins = labelled.valid & (labelled.t == 0)
     shift = torch.zeros(int(labelled.ordinal.max()) + 1, dtype=index.dtype, device=index.device)
@@ -240,13 +242,13 @@ def _from_document_starts(index: torch.Tensor, positions: torch.Tensor, labelled
 def _with_copies(named: dict[str, Any], layout: TwoViewLayout, positions: torch.Tensor) -> dict[str, Any]:
     """Arguments of the decoder for tokens and copies."""
     n_rows, seq_len = positions.shape
-    # a mask of four dimensions keeps Transformers from making one; the attention of both views has its own
+    # a 4D mask keeps Transformers from building one; TwoViewAttention has its own mask
     unused = torch.ones(n_rows, 1, 1, 1, dtype=torch.bool, device=positions.device)
     return {
-        # tokens, embeddings, and whatever else a family computes for each token outside its decoder
+        # tokens, embeddings, and anything else that a family computes per token outside its decoder
         **{name: layout.with_copies(x) if _is_per_token(x, n_rows, seq_len) else x for name, x in named.items()},
         "attention_mask": unused,
-        # true ones: some families scale queries by them
+        # true positions: some families scale queries by them
         "position_ids": layout.with_copies(positions),
         "use_cache": False,
     }
@@ -264,11 +266,11 @@ def first_changed(source: ViewSource, labelled: Labelled, n_layers: int) -> torc
     """s, the first token of each document that the forward's draw moves, in the shape of its documents.
 
     Raises:
-        ValueError: the forward had positions that no view takes.
+        ValueError: no view was drawn in the forward, because its position IDs have several axes (mRoPE).
     """
-    if source.last is None:  # a standard view passes them through
+    if source.last is None:  # the hooks leave mRoPE to the model
         raise ValueError(
-            "objective 'self-distill' looks for the first token that the view moves, and positions with several "
-            "axes (mRoPE, with images) have no view: use 'hidden-distill' or 'relation-distill' without a view."
+            "objective 'self-distill' needs a view, and position IDs with several axes (mRoPE, with images) have "
+            "none: use 'hidden-distill' or 'relation-distill' without a view."
         )
     return source.last.affected_from(labelled.drawn_at, n_layers)

@@ -1,4 +1,4 @@
-"""Distillation of relations: the loss of each layer is computed inside the layer."""
+"""Distillation of the relations between queries, keys and values, computed inside each layer."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from ..families.attention_calls import AttentionCall
 from ..families.capabilities import why_no_losses, why_no_relations
 from ..rope.rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
-from .forward_loss import TAPE, DecoderCall, Steps, Tape, require
+from .forward_loss import REQUEST, AroundDecoder, DecoderCall, LossRequest, require
 from .heads import head_kl
 from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
@@ -28,8 +28,8 @@ class LogitKL:
     """KL(teacher, student) of next-token distributions on the last tokens of each document.
 
     Args:
-        weight: in the loss; 0 computes it without a gradient, to be logged beside relations as in the paper's figure 4.
-        last: tokens from the end of each document that count.
+        weight: weight in the loss; 0 only logs it, as in the paper's figure 4.
+        last: number of tokens at the end of each document that count.
         temperature: divides the logits; the KL is not multiplied by its square.
     """
 
@@ -42,8 +42,8 @@ class LogitKL:
         require_number("temperature", self.temperature)
         require_integer("last", self.last, least=1)
 
-    def chosen(self, document: torch.Tensor) -> torch.Tensor:
-        """Which tokens count, bool [batch, n], from the document of each, int64 [batch, n], -1 on padding."""
+    def last_tokens(self, document: torch.Tensor) -> torch.Tensor:
+        """Which tokens count, bool [batch, n], given the document of each, int64 [batch, n], -1 on padding."""
         valid = document >= 0
         in_row = valid.flip(1).cumsum(1).flip(1)  # real tokens of the row from each one on
         n_documents = int(document.max().clamp(min=0)) + 1
@@ -54,18 +54,18 @@ class LogitKL:
         return valid & (in_row - at_end[place].view_as(in_row) < self.last)
 
 
-class RelationTape(Tape):
-    """The teacher's queries, keys and values of each layer, and the losses that the student's layers write.
+class RelationRequest(LossRequest):
+    """Keeps the teacher's queries, keys and values of each layer; the student's layers write their losses to it.
 
-    The loss of a layer is computed inside the layer, where a checkpoint's recompute repeats it: queries, keys and
-    values of all layers never live at once.
+    A layer's loss is computed inside the layer, so that gradient checkpointing repeats it, and queries, keys and values
+    of all student layers are never in memory at once.
 
     Args:
         valid: which tokens are real, bool [batch, n].
         document: of each token, int64 [batch, n], -1 on padding.
         targets: which relations count.
-        student_factor: YaRN's attention factor in the student's q and k, 1 where there is none or it is to stay.
-        offload: whether the teacher's tensors wait on the CPU.
+        student_factor: YaRN's attention factor in the student's q and k; 1 if there is none or it stays.
+        offload: whether the teacher's tensors are kept on the CPU.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RelationTape(Tape):
         offload: bool,
     ) -> None:
         super().__init__(valid, document)
-        # rows of one document without padding need causality alone, and kernels no borders to compare
+        # for one document a row without padding, kernels need causality only and compare no borders
         plain = bool((document == 0).all()) or bool((document == document[:, :1]).all() and valid.all())
         self.visibility = Visibility(True) if plain else Visibility.of_documents(document)
         self.targets = targets
@@ -86,7 +86,7 @@ class RelationTape(Tape):
         self.with_gradient = False  # whether the student's forward was called with gradients on
         self.rotations: dict[bool, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = {True: {}, False: {}}
         self.teacher: dict[int, dict[str, torch.Tensor]] = {}
-        # layer -> sums over heads (each divided by heads) and tokens, one a target, in the order of targets.weights
+        # layer -> one sum per target over tokens and heads, divided by the heads, in the order of targets.weights
         self.sums: dict[int, torch.Tensor] = {}
         self.logit_kl: torch.Tensor | None = None
 
@@ -107,7 +107,7 @@ class RelationTape(Tape):
             return
         if self.with_gradient and not torch.is_grad_enabled():
             raise ValueError(
-                "gradient checkpointing is reentrant here: layers first run without gradients, which drops those of "
+                "reentrant gradient checkpointing runs layers without gradients first, which loses the gradients of "
                 "relations. Call model.gradient_checkpointing_enable({'use_reentrant': False}), also after PEFT's "
                 "prepare_model_for_kbit_training, whose default is reentrant."
             )
@@ -118,11 +118,11 @@ class RelationTape(Tape):
         if self.targets.denominator == "own_heads":
             n_heads |= {name: tensors[name].shape[1] for name in n_heads if name != "attention"}
         losses = [rows[name].sum() / n_heads[name] for name in self.targets.weights]
-        # in a recompute the value is known; only its graph counts
+        # a recompute needs only the graph; the value is there already
         self.sums.setdefault(layer, torch.stack(losses))
 
     def _of_whole_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is compared: whole rows, of a share of the heads where ranks share a sequence."""
+        """The tensor for comparison: whole sequences; if ranks share a sequence, for a part of the heads."""
         x = as_multiplied(x)
         return x if self.shard is None else self.shard.by_heads(x)
 
@@ -130,9 +130,9 @@ class RelationTape(Tape):
         self, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
     ) -> dict[str, torch.Tensor]:
         """Target -> divergence of each row, [batch, its heads, n]."""
-        factor = self.student_factor**-2  # squared: queries and keys both carry it, and products of two are compared
+        factor = self.student_factor**-2  # squared, because both factors of a product have it
         rows: dict[str, torch.Tensor] = {}
-        # relations of one width and scale are heads of one launch: a few heads alone leave a GPU idle
+        # relations of the same width and scale share one kernel launch: a few heads do not fill a GPU
         alike: dict[tuple[int, float], list[str]] = {}
         for name in self.targets.weights:
             if name == "attention":
@@ -161,7 +161,7 @@ class RelationTape(Tape):
         return rows
 
     def _unrotated(self, module: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys before RoPE, by the family's own rotation with the opposite angle."""
+        """Queries and keys before RoPE, by the family's rotation with negative angles."""
         rotations = self.rotations[self.teaching]
         kind = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
         cos, sin = rotations[kind] if kind in rotations else rotations[None]
@@ -171,17 +171,17 @@ class RelationTape(Tape):
                 f"rope='pre' undoes the rotation with the family's apply_rotary_pos_emb; {type(module).__name__} has "
                 "none. Use rope='post'."
             )
-        # cos and sin carry the attention factor m: m^2 = cos^2 + sin^2, and 1 / m undoes it; clones, as the rotation of
-        # Liger turns what it is given in place, which here is what attention is about to read
+        # cos and sin have the attention factor m: m^2 = cos^2 + sin^2, and dividing by m^2 undoes it. Clones, because
+        # Liger rotates in place, and attention still reads these tensors.
         square = cos.float().square() + sin.float().square()
         return rotate(query.clone(), key.clone(), (cos / square).to(cos.dtype), (-sin / square).to(sin.dtype))
 
     def loss(self, name: str) -> torch.Tensor:
-        """Mean over layers of the sums of one target: divided by tokens, it is its part of the loss."""
+        """Mean over layers of the sums of one target; divided by the number of tokens it is that part of the loss."""
         if not self.sums:
             raise RuntimeError(
-                "no attention call saw the relation tape: this family does not pass keyword arguments on to its "
-                "attention, so relations cannot be distilled."
+                "relations cannot be distilled, because this family does not pass keyword arguments on to its "
+                "attention: use another objective."
             )
         place = list(self.targets.weights).index(name)
         return torch.stack([self.sums[layer][place] for layer in sorted(self.sums)]).mean()
@@ -193,22 +193,22 @@ def _not_one_relation(call: AttentionCall) -> str:
         what = f"{kind} attends to {call.key.shape[2]} keys in a row of {call.query.shape[2]} tokens"
     else:
         what = f"attention of layer {layer} ({kind}) runs more than once a forward"
-    return f"{what}, so that relations of its tokens cannot be told apart: choose other `layers`, or another objective."
+    return f"{what}, so its tokens have no single relation: choose other `layers`, or another objective."
 
 
 class RelationDistiller(Distiller):
-    """Distils relations of a teacher into a rescaled student while the student's forward runs.
+    """Distils the relations of a teacher into a rescaled student, during the student's forward.
 
     Args:
         model: the student, patched, bare or wrapped.
         targets: which relations count.
         teacher: the same weights with adapters off, or a frozen copy.
-        logit_kl: a KL on the last tokens beside them, or None.
-        offload: whether the teacher's tensors wait on the CPU until the student's layer needs them.
+        logit_kl: an additional KL on the last tokens, or None.
+        offload: whether the teacher's tensors are kept on the CPU until the student's layer needs them.
 
     Raises:
-        ValueError: the student's RoPE is the teacher's, a layer does not exist, or a choice that this family lacks; in
-            the first forward, gradient checkpointing that is reentrant.
+        ValueError: student and teacher have the same RoPE, a layer does not exist, or the family does not support an
+            option; in the first forward, gradient checkpointing is reentrant.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -226,7 +226,8 @@ class RelationDistiller(Distiller):
         self.targets, self.logit_kl, self.offload = targets, logit_kl, offload
         if targets.rope == "pre" and self.state is not None and self.state.layers_call_rotary:
             raise ValueError(
-                f"rope='pre' needs RoPE outside the layers, which {type(self.causal_lm).__name__} has inside."
+                f"rope='pre' needs RoPE outside the layers, and {type(self.causal_lm).__name__} computes it inside: "
+                "use rope='post'."
             )
         require(why_no_relations(self.causal_lm, self.decoder))
         if logit_kl is not None:
@@ -235,10 +236,10 @@ class RelationDistiller(Distiller):
         if targets.layers is not None and max(targets.layers) >= n_layers:
             raise ValueError(f"layers must be below {n_layers}, the layers of this model, got {targets.layers}.")
         self._student_factor = self._attention_factor() if targets.strip_attention_factor else 1.0
-        self._in_flight: RelationTape | None = None
+        self._in_flight: RelationRequest | None = None
 
-    def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> RelationTape:
-        return RelationTape(valid, document, self.targets, self._student_factor, self.offload)
+    def _new_request(self, valid: torch.Tensor, document: torch.Tensor) -> RelationRequest:
+        return RelationRequest(valid, document, self.targets, self._student_factor, self.offload)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -246,27 +247,27 @@ class RelationDistiller(Distiller):
             if self.targets.rope == "pre":
                 copies = [] if isinstance(self.teacher, SharedTeacher) else [find_decoder(self.teacher.copy)]
                 for decoder in (self.decoder, *copies):
-                    handles = [decoder.register_forward_pre_hook(self._take_off, with_kwargs=True)]
+                    handles = [decoder.register_forward_pre_hook(self._note_request, with_kwargs=True)]
                     for _, module in named_rotary_modules(decoder):
                         handles.append(module.register_forward_hook(self._keep_rotation, with_kwargs=True))
                     for handle in handles:
                         stack.callback(handle.remove)
             yield
 
-    def _steps(self, tape: RelationTape, call: DecoderCall) -> Steps:
-        tape.with_gradient = torch.is_grad_enabled()
-        taught = self._ask_teacher(tape, call).last_hidden_state
+    def _around_decoder(self, request: RelationRequest, call: DecoderCall) -> AroundDecoder:
+        request.with_gradient = torch.is_grad_enabled()
+        taught = self._ask_teacher(request, call).last_hidden_state
         if self.logit_kl is None:
-            del taught  # or this generator would hold the states as long as the student's forward runs
+            del taught  # this generator would keep the states in memory during the student's forward
             yield None  # the layers compute their losses
             return
-        chosen = self.logit_kl.chosen(tape.document)
-        if tape.shard is not None:
-            chosen = tape.shard.local(chosen)
+        chosen = self.logit_kl.last_tokens(request.document)
+        if request.shard is not None:
+            chosen = request.shard.local(chosen)
         taught = taught[chosen]
         output = yield None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
-            tape.logit_kl = head_kl(
+            request.logit_kl = head_kl(
                 self.causal_lm,
                 self.teacher.head,
                 output.last_hidden_state[chosen],
@@ -274,9 +275,9 @@ class RelationDistiller(Distiller):
                 temperature=self.logit_kl.temperature,
             ).sum()
 
-    def _take_off(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # rotary modules are called without the decoder's keywords, so that their hooks do not see the tape
-        self._in_flight = kwargs.get(TAPE)
+    def _note_request(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # hooks of rotary modules do not get the decoder's keyword arguments
+        self._in_flight = kwargs.get(REQUEST)
 
     def _keep_rotation(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._in_flight is not None:
@@ -288,7 +289,7 @@ class RelationDistiller(Distiller):
         partial = getattr(self.decoder.config, "partial_rotary_factor", None) not in (None, 1, 1.0)
         if len(factors) > 1 or not isinstance(next(iter(factors)), float | int) or (partial and factors != {1.0}):
             raise ValueError(
-                "strip_attention_factor needs one factor on all features of q and k; this model has several factors or "
-                "rotates a part of the features. Leave it off, or rescale with attention_factor=1.0."
+                "strip_attention_factor needs one factor for all features of q and k; this model has several factors, "
+                "or rotates only a part of the features. Leave it out, or rescale with attention_factor=1.0."
             )
         return float(factors.pop())

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..families.capabilities import why_no_losses, why_no_self_distillation, why_two_passes
-from ..forward.drawn_view import BoundView
+from ..forward.drawn_view import DrawnView
 from ..forward.sources import ViewSource
 from ..layout.labelled import Labelled
 from ..rope.rotary import parameter_names
@@ -17,10 +17,10 @@ from ..views import Standard
 from .consistency import ComparedRows, ShortContexts, ViewConsistency, consistency_loss
 from .controls import Control, NoisyPasses
 from .distiller import Distiller
-from .forward_loss import DecoderCall, Steps, require
+from .forward_loss import AroundDecoder, DecoderCall, require
 from .longce import LongCE
-from .next_token import NextTokenTape, next_token_loss
-from .passes import OnePass, Passes, SequentialPasses, StandardTape, TwoPasses, ViewTape
+from .next_token import NextTokenRequest, next_token_loss
+from .passes import OnePass, Passes, SequentialPasses, StandardRequest, TwoPasses, ViewRequest
 from .teacher import CopiedTeacher, SharedTeacher
 
 logger = logging.get_logger(__name__)
@@ -33,22 +33,22 @@ class SelfDistiller(Distiller):
 
     Gradients of the KL flow through all of the view's path, the keys and values of its unchanged prefix included.
 
-    A `ViewTape` goes through one call. Training in two calls, of which one graph lives at a time, has a `StandardTape`
-    first, under true positions, whose loss may run backward at once, then a `ViewTape` made with it, which has the rest
-    of the loss. Gradients are those of one call.
+    In one call of the model, a `ViewRequest` gets the whole loss. Two calls keep only one graph at a time: first a
+    `StandardRequest` gets the loss under true positions, whose backward may run at once, then a `ViewRequest` made from
+    it gets the rest. Gradients are the same.
 
     Args:
-        model: patched with a view, or with none that perturbs under a control; bare or wrapped.
+        model: patched with a view, or without one under a control; bare or wrapped.
         consistency: rows, divisors and direction.
         longce: token weights of the cross-entropy, or None.
-        teacher: the model as it was pretrained, in the same weights with adapters off or as a copy, which is then
-            what the view is compared with, in all rows; None takes the standard view of the model itself.
-        control: noise in place of a view, or None.
-        one_pass: whether one forward may give both views, where that is exact; else the standard view's runs first.
+        teacher: the pretrained model, as the same weights with adapters off or as a frozen copy. Every row of the view
+            is compared with it. None compares with the standard view of the model itself.
+        control: noise instead of a view, or None.
+        one_pass: whether one forward may compute both views where that is exact; otherwise two run.
 
     Raises:
-        ValueError: the model has no view that perturbs, or one that a checkpointed layer would not repeat; under a
-            control it has one.
+        ValueError: the model has no view that perturbs, or its layers compute RoPE themselves; with a control, it has
+            a view.
     """
 
     passes: Passes
@@ -75,7 +75,7 @@ class SelfDistiller(Distiller):
 
     def _compare_noise(self, control: Control) -> None:
         if self.state is not None and self.state.source is not None and self.state.source.view.perturbs:
-            raise ValueError("a control compares true positions with themselves: leave view at 'standard'.")
+            raise ValueError("a control compares two forwards at true positions: leave view at 'standard'.")
         self.passes, self.changes = NoisyPasses(self.causal_lm, self.decoder, control), AllChanges()
 
     def _compare_views(self, one_pass: bool) -> None:
@@ -90,9 +90,9 @@ class SelfDistiller(Distiller):
         self.view = source
         uniform = self.consistency.reduction == "uniform" and self.teacher is None
         self.drawn = ViewChanges.of(source, n_layers, needs_share=uniform)
-        # another model differs from the first row on
+        # a teacher's predictions differ from the first token on
         self.changes = self.drawn if self.teacher is None else AllChanges()
-        reason = why_two_passes(self.causal_lm, self.decoder) if one_pass else "been asked for it"
+        reason = why_two_passes(self.causal_lm, self.decoder) if one_pass else "one_pass=False"
         if source.view.layerwise or source.view.rescales:
             reason = "a view that differs by layer or rescales frequencies"
         self.passes = TwoPasses(source, n_layers)
@@ -102,24 +102,26 @@ class SelfDistiller(Distiller):
 
     def _tell_passes(self, reason: str | None) -> None:
         if not self.consistency.kl_weight and not self.consistency.view_clm:
-            logger.info("The view weighs nothing: training runs true positions alone, and evaluation measures the KL.")
+            logger.info(
+                "The weights of the view are 0: training runs true positions only, and evaluation measures the KL."
+            )
         elif reason is None:
             logger.info("Both views run in one forward.")
         else:
-            logger.warning(f"Both views run, in two passes instead of one: the model has {reason}.")
+            logger.warning(f"Both views run in two passes instead of one: the model has {reason}.")
 
     @property
     def one_pass(self) -> bool:
-        """Whether one forward gives both views."""
+        """Whether one forward computes both views."""
         return isinstance(self.passes, OnePass)
 
     @property
     def compares(self) -> bool:
-        """Whether a forward runs the second view: in training only where it weighs something, in evaluation always."""
+        """Whether forwards run the second view: always in evaluation, in training only if its weight is above 0."""
         return not self.decoder.training or bool(self.consistency.kl_weight or self.consistency.view_clm)
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError if documents of `length` tokens are more than the native teacher's window, if it teaches."""
+        """Raise ValueError if there is a native teacher and documents of `length` tokens exceed its context window."""
         if self.teacher is not None:
             self.require_taught_length("teacher='native'", length)
 
@@ -128,10 +130,10 @@ class SelfDistiller(Distiller):
         return self.changes.can_differ(labelled.last_queries(self.consistency.rows), labelled.lengths)
 
     def kl_count(self, labelled: Labelled) -> int:
-        """What the sum of the KL is divided by, as its reduction has it.
+        """The divisor of the sum of the KL.
 
-        The number of documents that count, for "token" the sum of their L - s under the clock's next draws, for
-        "uniform" that of their L.
+        For "sequence" it is the number of documents that count, for "token" the sum of their L - s under the next
+        draws, for "uniform" the sum of their L.
         """
         compared = self.compared(labelled)
         if self.consistency.reduction == "sequence":
@@ -140,9 +142,9 @@ class SelfDistiller(Distiller):
         return labelled.suffix_total(first, compared)
 
     def copies(self, labelled: Labelled) -> float:
-        """Tokens that one forward runs once more under the clock's next draw, over all of a row, of the row with most.
+        """The largest share of a sequence's tokens that one forward runs twice under the next draw.
 
-        1 where the views take two forwards.
+        It is 1 if the views take two forwards.
         """
         if not self.one_pass:
             return 1.0
@@ -156,7 +158,7 @@ class SelfDistiller(Distiller):
 
     @contextmanager
     def _view_in_force(self) -> Iterator[None]:
-        """The view in evaluation, which samples none by itself, and none where training does not compare."""
+        """Switch the view on in evaluation, and off in training that does not compare."""
         if self.view is None:
             yield
             return
@@ -169,58 +171,58 @@ class SelfDistiller(Distiller):
         try:
             yield
         finally:
-            while len(self.state.overrides) > n_before:  # also what a forward that raised has left
+            while len(self.state.overrides) > n_before:  # a forward that raised leaves more than one
                 self.state.overrides.pop()
 
-    def _steps(self, tape: NextTokenTape, call: DecoderCall) -> Steps:
-        if isinstance(tape, StandardTape):
-            return self._standard_steps(tape, call)
-        assert isinstance(tape, ViewTape)
-        return self._both_steps(tape, call) if self.compares else self._next_token_steps(tape, call)
+    def _around_decoder(self, request: NextTokenRequest, call: DecoderCall) -> AroundDecoder:
+        if isinstance(request, StandardRequest):
+            return self._first_of_two_calls(request, call)
+        assert isinstance(request, ViewRequest)
+        return self._both_views(request, call) if self.compares else self._standard_alone(request, call)
 
-    def _next_token_steps(self, tape: ViewTape, call: DecoderCall) -> Steps:
-        """The cross-entropy of the standard view alone."""
-        short = self._read_short(tape.labelled)
+    def _standard_alone(self, request: ViewRequest, call: DecoderCall) -> AroundDecoder:
+        """The cross-entropy under true positions, without a second view."""
+        short = self._read_short(request.labelled)
         hidden = yield from self.passes.standard(call)
-        tape.result = next_token_loss(
-            self.causal_lm, tape.labelled, hidden, tape.ce_divisor, longce=self.longce, short_ce=short.ce
+        request.result = next_token_loss(
+            self.causal_lm, request.labelled, hidden, request.ce_divisor, longce=self.longce, short_ce=short.ce
         )
 
-    def _standard_steps(self, tape: StandardTape, call: DecoderCall) -> Steps:
-        """The first of two calls."""
-        tape.short = self._read_short(tape.labelled)
+    def _first_of_two_calls(self, request: StandardRequest, call: DecoderCall) -> AroundDecoder:
+        """The cross-entropy under true positions, in a call of its own."""
+        request.short = self._read_short(request.labelled)
         hidden = yield from self.passes.standard(call)
-        tape.result = next_token_loss(
+        request.result = next_token_loss(
             self.causal_lm,
-            tape.labelled,
+            request.labelled,
             hidden,
-            tape.ce_divisor,
+            request.ce_divisor,
             longce=self.longce,
-            short_ce=tape.short.ce,
+            short_ce=request.short.ce,
             chunk_rows=self._few_rows(),
         )
-        tape.states = hidden.detach()
+        request.states = hidden.detach()
 
-    def _both_steps(self, tape: ViewTape, call: DecoderCall) -> Steps:
-        """Both views, or the second of two calls."""
-        earlier, passes = tape.earlier, self.passes
-        short = self._read_short(tape.labelled) if earlier is None else earlier.short
+    def _both_views(self, request: ViewRequest, call: DecoderCall) -> AroundDecoder:
+        """The whole loss in one call, or the rest of it in the second of two calls."""
+        earlier, passes = request.earlier, self.passes
+        short = self._read_short(request.labelled) if earlier is None else earlier.short
         if earlier is not None:
             assert self.view is not None
             passes = SequentialPasses(self.view, self.decoder.config.num_hidden_layers)
-        taught = self._taught_states(tape, call)
-        pair = yield from passes.pair(call, tape)
-        rows = self._choose_rows(tape, pair.first_changed).held(tape.labelled)
+        taught = self._taught_states(request, call)
+        pair = yield from passes.pair(call, request)
+        rows = self._choose_rows(request, pair.first_changed).held(request.labelled)
         standard, view = pair.at(rows.queries)
-        teacher = None if taught is None else (self.teacher.head, tape.labelled.states(taught, rows.queries))
-        del pair, taught  # states of all tokens, before memory peaks in the loss
-        tape.result = consistency_loss(
+        teacher = None if taught is None else (self.teacher.head, request.labelled.states(taught, rows.queries))
+        del pair, taught  # frees the states of all tokens before memory peaks in the loss
+        request.result = consistency_loss(
             self.causal_lm,
             self.consistency,
             rows,
             standard,
             view,
-            ce_divisor=tape.ce_divisor,
+            ce_divisor=request.ce_divisor,
             training=self.decoder.training,
             teacher=teacher,
             longce=self.longce,
@@ -229,8 +231,8 @@ class SelfDistiller(Distiller):
             chunk_rows=None if earlier is None else self._few_rows(),
         )
 
-    def _choose_rows(self, tape: ViewTape, first_changed: torch.Tensor) -> ComparedRows:
-        labelled = tape.labelled
+    def _choose_rows(self, request: ViewRequest, first_changed: torch.Tensor) -> ComparedRows:
+        labelled = request.labelled
         share = self.changes.share(labelled) if self.consistency.reduction == "uniform" else None
         return ComparedRows.of(
             self.consistency,
@@ -238,20 +240,20 @@ class SelfDistiller(Distiller):
             first_changed if self.teacher is None else torch.zeros_like(first_changed),
             self.compared(labelled),
             share,
-            kl_divisor=tape.kl_divisor,
+            kl_divisor=request.kl_divisor,
             training=self.decoder.training,
         )
 
-    def _taught_states(self, tape: ViewTape, call: DecoderCall) -> torch.Tensor | None:
-        """Last hidden states of the teacher, [batch, n, H], None without one."""
+    def _taught_states(self, request: ViewRequest, call: DecoderCall) -> torch.Tensor | None:
+        """Last hidden states of the teacher, [batch, n, H]; None without a teacher."""
         if self.teacher is None:
             return None
-        self.check_length(int(tape.labelled.documents.length.max()))
-        states: torch.Tensor = self._ask_teacher(tape, call).last_hidden_state
+        self.check_length(int(request.labelled.documents.length.max()))
+        states: torch.Tensor = self._ask_teacher(request, call).last_hidden_state
         return states
 
     def _read_short(self, labelled: Labelled) -> ShortContexts:
-        """Cross-entropies in short contexts, where something is weighed by them."""
+        """Cross-entropies in short contexts, if a weight needs them."""
         if not self.decoder.training:
             return ShortContexts()
         of_kl, ce, kl = self.consistency.kl_longce, None, None
@@ -263,7 +265,7 @@ class SelfDistiller(Distiller):
         return ShortContexts(ce, kl)
 
     def _few_rows(self) -> int:
-        """Rows at a time of the loss in two calls, whose memory peaks there, beside the gradients of all weights."""
+        """Rows of logits at a time, to bound memory: in two calls, gradients of all weights exist beside the logits."""
         vocabulary = self.causal_lm.get_output_embeddings().weight.shape[0]
         rows = _LOGITS_BYTES // (2 * 4 * vocabulary)
         return max(1, rows // 128 * 128 or rows)
@@ -271,18 +273,18 @@ class SelfDistiller(Distiller):
 
 @dataclass(frozen=True)
 class AllChanges:
-    """Every prediction of every document differs: under noise, and from another model."""
+    """Every prediction of every document differs, as under noise or against another model."""
 
     def can_differ(self, last: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """Which documents have a prediction, bool, given t of the last query that is compared, -1 for none."""
         return last >= 0
 
     def next_first(self, labelled: Labelled) -> torch.Tensor:
-        """S of each document, 0, in the shape of the batch's documents."""
+        """The first changed token of each document, 0, in the shape of the batch's documents."""
         return torch.zeros_like(labelled.documents.length)
 
     def share(self, labelled: Labelled) -> torch.Tensor:
-        """Probability that each token lies behind s, 1, [batch, n]."""
+        """Probability that each token lies behind the first changed one, 1, [batch, n]."""
         return torch.ones_like(labelled.t, dtype=torch.float64)
 
 
@@ -293,7 +295,7 @@ class ViewChanges:
     Args:
         source: of the view.
         n_layers: of the model.
-        knows_share: whether the view knows how often a token lies behind the first one that it moves.
+        knows_share: whether the view can tell how often a token lies behind the first one that it moves.
     """
 
     source: ViewSource
@@ -302,10 +304,10 @@ class ViewChanges:
 
     @classmethod
     def of(cls, source: ViewSource, n_layers: int, *, needs_share: bool) -> "ViewChanges":
-        """Those of a view.
+        """The changes of a view.
 
         Raises:
-            ValueError: `needs_share`, and the view does not know it.
+            ValueError: `needs_share`, and the view cannot tell the share.
         """
         try:
             source.view.affected_share(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 1), 2))
@@ -327,14 +329,14 @@ class ViewChanges:
         """
         view = self.source.view
         changes = view.can_change(length) & (last >= 1)  # query 0 sees itself alone
-        # how often a query lies behind the first changed token rises with it: the last one says whether any ever does
+        # the share rises with the query, so that the last query tells whether any prediction ever changes
         return changes & (view.affected_share(last, length) > 0) if self.knows_share else changes
 
     def next_first(self, labelled: Labelled) -> torch.Tensor:
-        """The first token of each document that the clock's next draw moves, in the shape of the batch's documents."""
+        """The first token of each document that the next draw moves, in the shape of the batch's documents."""
         documents, view = labelled.documents, self.source.view
         draws = view.draw_for(labelled.ids, labelled.drawn_at, documents, self.source.clock.key(documents))
-        return BoundView(view, documents, draws).affected_from(labelled.drawn_at, self.n_layers)
+        return DrawnView(view, documents, draws).affected_from(labelled.drawn_at, self.n_layers)
 
     def share(self, labelled: Labelled) -> torch.Tensor:
         """Probability over draws that each token lies behind s, [batch, n]."""

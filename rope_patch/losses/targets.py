@@ -1,4 +1,4 @@
-"""Which relations are distilled, and how they are weighted."""
+"""Options of relation distillation: which relations, and their weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class RelationTargets:
     """The relations of LinearARD and its variants.
 
     loss = sum_X weight_X mean over layers, heads and tokens of D(R_teacher(i, :), R_student(i, :)), X in q, k, v and
-    the attention map. All are full causal, within documents, as the authors' are: a layer that attends within a sliding
-    window, caps its scores or has sinks is compared as if it did not.
+    the attention map. All are causal within documents, as in the authors' code. A sliding window, a cap of scores and
+    attention sinks of a layer are ignored.
 
     Args:
         q: weight of Q Q^T relations.
@@ -26,10 +26,10 @@ class RelationTargets:
         attention: weight of the attention maps softmax(Q K^T); "ATTN+V" is q=0, k=0, v=1, attention=1.
         layers: indices of the layers that count; None means all.
         rope: "post" takes q and k as attention does, "pre" before RoPE is applied.
-        denominator: heads that k and v sums are divided by: their "own_heads" (the paper) or "query_heads" (the
-            authors' code, which weighs them down by n_kv_heads / n_heads).
-        strip_attention_factor: whether to divide the student's q and k by YaRN's attention factor, which multiplies
-            them and which the teacher's do not have.
+        denominator: divisor of the sums of k and v: the number of their "own_heads" (the paper), or of "query_heads"
+            (the authors' code, which makes them smaller by n_kv_heads / n_heads).
+        strip_attention_factor: whether to divide the student's q and k by YaRN's attention factor, which the
+            teacher's do not have.
         divergence: "kl", or "mse", the paper's control: sum_j (R_teacher - R_student)^2.
 
     Source: LinearARD, arXiv:2604.00004, section on objectives and its ablations.
@@ -61,20 +61,20 @@ class RelationTargets:
 
     @property
     def alike_from_the_start(self) -> bool:
-        """Whether teacher and student have the same: those of the first layer before RoPE, whose input is the same."""
+        """Whether teacher and student have the same relations: those of the first layer before RoPE."""
         return self.layers == (0,) and not self.attention and (self.rope == "pre" or set(self.weights) == {"v"})
 
     @property
     def weights(self) -> dict[str, float]:
-        """Target -> weight, for those that count."""
+        """Target -> weight, for weights above 0."""
         return {name: float(getattr(self, name)) for name in ("q", "k", "v", "attention") if getattr(self, name)}
 
 
 def checked_layers(layers: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Layer indices as a tuple, None as it is.
+    """Return layer indices as a tuple, or None.
 
     Raises:
-        ValueError: no sequence, none in it, one twice, or one that is no integer of at least 0.
+        ValueError: they are not a sequence of one or more different integers of at least 0.
     """
     if layers is None:
         return None

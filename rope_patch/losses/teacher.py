@@ -1,4 +1,4 @@
-"""The teacher of a distillation: the model as it was pretrained, in the same weights or in a frozen copy."""
+"""The teacher of a distillation: the pretrained model, as the same weights without adapters or as a frozen copy."""
 
 import copy
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ from torch import nn
 from ..adapters.watch import adapter_configs
 from ..families.capabilities import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
-from ..rescalings.in_place import RopeParameters, healed
+from ..rescalings.in_place import RopeParameters, restored_to_float32
 from ..rope.rotary import find_causal_lm, find_decoder
 
 
 class SharedTeacher:
-    """The student's own weights with adapters off, native RoPE and true positions: no second copy.
+    """The student's own weights with adapters off, native RoPE and true positions, without a second copy.
 
     Args:
-        model: a model with adapters (LoRA, QLoRA) and nothing else that is trained.
+        model: a model with adapters (LoRA, QLoRA), of which nothing else is trained.
 
     Raises:
-        ValueError: parameters beside adapters are trained, so that the teacher would move with the student; adapters
-            are merged, have changed the base weights when they were made (PiSSA and its kin), or are prompts.
+        ValueError: other parameters than adapters are trained, so that the teacher would change; or adapters are
+            merged, are prompts, or changed the base weights at their creation (PiSSA and similar).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,7 +53,7 @@ class SharedTeacher:
             stack.enter_context(native_rope(self.model))
             stack.enter_context(rope_view(self.model, "standard"))
             stack.enter_context(_without_dropout(decoder))
-            # not PEFT's disable_adapter: it unfreezes what was frozen, and walks the model each time
+            # not PEFT's disable_adapter, which unfreezes frozen adapters and walks through the model each time
             for layer in self._switches:
                 layer._disable_adapters = True
             try:
@@ -65,60 +65,59 @@ class SharedTeacher:
     def _require_unmerged(self) -> None:
         if any(getattr(layer, "merged", False) for layer in self._switches):
             raise ValueError(
-                "adapters are merged into the weights, so the teacher is gone: call unmerge_adapter first."
+                "adapters are merged into the weights, so they cannot be switched off for the teacher: call "
+                "unmerge_adapter first."
             )
 
     @property
     def head(self) -> Any:
-        """The output head as it was pretrained, also where PEFT trains a copy of it (`modules_to_save`)."""
+        """The pretrained output head, also if PEFT trains a copy of it (`modules_to_save`)."""
         head = find_causal_lm(self.model).get_output_embeddings()
         return getattr(head, "original_module", head)
 
 
 class CopiedTeacher:
-    """A frozen copy with native RoPE, for training that changes the weights themselves.
+    """A frozen copy with native RoPE, for training that changes the base weights.
 
-    It is whole on each rank, or in parts (`shard`).
+    Each rank has a whole copy, or a part of one (`shard`).
 
     Args:
         model: the student before training, patched or not.
-        offload: whether the copy waits on the CPU between steps.
+        offload: whether the copy is on the CPU between steps.
 
     Raises:
-        ValueError: the model has adapters, which would be the teacher's too.
+        ValueError: the model has adapters, which the copy would have too.
     """
 
     def __init__(self, model: nn.Module, offload: bool = False) -> None:
         if adapter_layers(model):
             raise ValueError(
-                "a copy of a model with adapters is not the model as it was pretrained: use SharedTeacher, which "
-                "switches them off, or merge_and_unload them to begin from what they were trained to."
+                "a copy of a model with adapters is not the pretrained model: use SharedTeacher, which switches them "
+                "off, or call merge_and_unload to make the adapted model the teacher."
             )
         self.student: Any = find_causal_lm(model)
         self.offload = offload
         self.copy = unpatch_model(_deepcopy(self.student)).requires_grad_(False).eval()
         decoder = find_decoder(self.copy)
-        # frequencies that a cast of the model had rounded before it was patched are not those of its pretraining
-        healed(RopeParameters.of(decoder), decoder).write_modules(decoder)
+        # a cast of the model before the patch may have rounded the frequencies
+        restored_to_float32(RopeParameters.of(decoder), decoder).write_modules(decoder)
         if offload:
             self.copy.to("cpu")
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Hold weights in the dtype that an engine computes the student in without autocast; frequencies stay."""
+        """Cast the weights, but not the frequencies, to the dtype of an engine that runs without autocast."""
         for parameter in self.copy.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
 
     def shard(self) -> None:
-        """Hold the copy in parts on all ranks, by FSDP2: a forward gathers one layer after the other.
+        """Shard the copy over all ranks by FSDP2; a forward gathers one layer after the other.
 
         Raises:
-            ValueError: the copy waits on the CPU between steps, which needs it whole.
+            ValueError: the copy is on the CPU between steps, which needs it whole.
         """
         if self.offload:
-            raise ValueError(
-                "teacher_offload=True moves a whole copy to the CPU and back: leave it out to shard the copy."
-            )
+            raise ValueError("teacher_offload=True needs a whole copy on each rank: leave it out to shard the copy.")
         from torch.distributed.fsdp import fully_shard
 
         decoder: Any = find_decoder(self.copy)
@@ -126,18 +125,18 @@ class CopiedTeacher:
         embeddings = self.copy.get_input_embeddings()
         is_tied = head.weight is embeddings.weight
         self.copy.to(next(self.student.parameters()).device)
-        # not the decoder itself: it would get another class, and Transformers keeps by class which states it may return
+        # not the decoder itself: FSDP2 changes its class, and Transformers records by class which states it can return
         others = [module for module in decoder.children() if module is not decoder.layers]
         for module in (*decoder.layers, *others, *([] if is_tied else [head])):
             if any(True for _ in module.parameters()):
                 fully_shard(module, reshard_after_forward=True)
-        if is_tied:  # which FSDP2 does not see
+        if is_tied:  # FSDP2 has untied them
             head.weight = embeddings.weight
 
     @contextmanager
     def ready(self) -> Iterator[Any]:
         """The copy's decoder, for forwards inside the block."""
-        # wrappers may have moved the student since
+        # wrappers may have moved the student
         self.copy.to(next(self.student.parameters()).device)
         try:
             yield find_decoder(self.copy)
@@ -152,7 +151,7 @@ class CopiedTeacher:
 
 
 def _deepcopy(causal_lm: nn.Module) -> Any:
-    """A copy of its own; of weights that DeepSpeed ZeRO-3 has partitioned, gathered one after the other."""
+    """A deep copy; weights that DeepSpeed ZeRO-3 has partitioned are gathered one after the other."""
     whole: dict[int, Any] = {}
     for parameter in causal_lm.parameters():
         if hasattr(parameter, "ds_id"):
@@ -163,12 +162,12 @@ def _deepcopy(causal_lm: nn.Module) -> Any:
     return copy.deepcopy(causal_lm, whole)
 
 
-# of LoRA, by PEFT's names: the base weights get what the new adapter adds taken off, or are quantised
+# PEFT's initialisations of LoRA that subtract the new adapter from the base weights, or quantise these
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def _require_base_as_it_was(name: str, config: Any) -> None:
-    """Raise ValueError if a model with this adapter off is not the model that was loaded."""
+    """Raise ValueError if the model with this adapter switched off is not the model that was loaded."""
     if config.is_prompt_learning:
         raise ValueError(
             f"adapter {name!r} learns prompts ({config.peft_type.value}), which cannot be switched off for a teacher: "
@@ -178,13 +177,13 @@ def _require_base_as_it_was(name: str, config: Any) -> None:
     if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
         raise ValueError(
             f"adapter {name!r}: init_lora_weights={init!r} changes the base weights, so that with adapters off the "
-            "model is not the one that was pretrained, which the teacher is to be. Use init_lora_weights=True, "
-            "'gaussian', 'orthogonal' or 'eva', which leave them."
+            "model is not the pretrained one, which should be the teacher. Use init_lora_weights=True, "
+            "'gaussian', 'orthogonal' or 'eva', which do not change them."
         )
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
-    """Layers of PEFT that add something to the model's own, and can be switched off."""
+    """PEFT's layers that add to the model's own and can be switched off."""
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
@@ -194,7 +193,7 @@ def adapter_layers(model: nn.Module) -> list[Any]:
 
 
 def _added_by(layer: nn.Module) -> list[nn.Parameter]:
-    """Parameters that one of `adapter_layers` adds; its base layer may hold the next one, as for weights of experts."""
+    """Parameters that one of `adapter_layers` adds; layers for weights of experts may be nested in one another."""
     base = getattr(layer, "base_layer", None)
     below = set() if base is None else {id(p) for p in base.parameters()}
     return [p for p in layer.parameters() if id(p) not in below]
@@ -202,7 +201,7 @@ def _added_by(layer: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def _without_dropout(decoder: nn.Module) -> Iterator[None]:
-    """Eval mode for every module that draws something; the rest keeps its mode, and so its checkpointing."""
+    """Put random modules in eval mode; the others keep their mode, and so gradient checkpointing."""
     active = [m for m in decoder.modules() if m.training and is_noisy(m)]
     for module in active:
         module.training = False

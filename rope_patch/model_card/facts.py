@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..adapters.watch import base_revision
-from ..forward.config_agrees import text_config
+from ..forward.config_checks import text_config
 from ..forward.state import state_of
 from ..methods import resolve_rescaling
 from ..rope.rotary import find_causal_lm, find_decoder

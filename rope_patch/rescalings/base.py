@@ -1,4 +1,4 @@
-"""What a rescaling is: how the frequencies of a model are stretched to a longer window."""
+"""The base class of rescalings (RoPE scaling), and their checks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -38,14 +38,14 @@ class NativeRope:
 class Rescaling:
     """Base of all rescalings; subclasses are frozen dataclasses registered in `RESCALINGS`.
 
-    The formulas themselves are Transformers' own (`transformers.modeling_rope_utils`): a rescaling says which
-    `rope_parameters` and which window to write, so that what is saved loads anywhere.
+    Transformers computes the formulas (`transformers.modeling_rope_utils`). A rescaling only decides which
+    `rope_parameters` and which window to write to the config, so that checkpoints load anywhere.
     """
 
     name: ClassVar[str]
     synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
     cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the card of a model that was made with it
-    factor_per_window: ClassVar[float] = 1.0  # `factor` that a target takes for each trained window in it
+    factor_per_window: ClassVar[float] = 1.0  # `factor` needed for a target window, in units of the trained window
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         """Entries of Transformers' `rope_parameters` that replace the scaling entries of `native`.
@@ -56,23 +56,23 @@ class Rescaling:
         raise NotImplementedError
 
     def target_window(self, native_window: int) -> int | None:
-        """Window after rescaling, in positions: `max_position_embeddings` to write. None leaves it as it is."""
+        """Window after rescaling, in positions, written as `max_position_embeddings`; None leaves that unchanged."""
         raise NotImplementedError
 
     @property
     def wants_window(self) -> bool:
-        """Whether the options leave open how far the rescaling reaches, so that `with_window` can say it."""
+        """Whether the options give no target window, so that `with_window` can set it."""
         return False
 
     def with_window(self, window: int) -> "Rescaling":
-        """The same rescaling, which promises `window` positions if it `wants_window`.
+        """The same rescaling with a target window of `window` positions if it `wants_window`.
 
-        A trainer asks for the rows and the targets of views that it trains on, or the trained window if that is more.
+        A trainer passes the longest row or view target of training, or the trained window if that is larger.
         """
         return self
 
     def remedy(self, window: int, required: int) -> str:
-        """How to get a window of `required` positions where these options give `window`: what an error tells to do."""
+        """The advice of an error: how to get a window of `required` positions, where these options give `window`."""
         factor = self.options().get("factor")
         if factor is None:
             return f"Choose rescale_args of {self.name!r} whose window holds {required} positions"
@@ -83,7 +83,7 @@ class Rescaling:
         return f"{self.name} ({', '.join(f'{name} {value}' for name, value in self.options().items())})"
 
     def options(self) -> dict[str, Any]:
-        """The arguments that were given: those that make an equal rescaling."""
+        """The arguments that are not None, from which an equal rescaling can be made."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}  # type: ignore[arg-type]
 
 
@@ -117,19 +117,19 @@ def require_window(owner: Rescaling, name: str, window: int | None) -> None:
 
 
 def require_native(owner: Rescaling, native: NativeRope, allowed: Sequence[str], instead: str) -> None:
-    """Raise unless the native `rope_type` is one of `allowed`: replacing another in silence would lose it."""
+    """Raise unless the native `rope_type` is one of `allowed`; another type would be lost silently."""
     if native.rope_type not in allowed:
         raise ValueError(
             f"rescaling {owner.name!r} starts from RoPE parameters of type {' or '.join(allowed)}; this model was "
-            f"trained with {native.rope_type!r} ({dict(native.rope_parameters)}), which it would throw away. {instead}"
+            f"trained with {native.rope_type!r} ({dict(native.rope_parameters)}), which would be lost. {instead}"
         )
 
 
 def origin(owner: Rescaling, native: NativeRope, original_max_position_embeddings: int | None) -> int:
     """The window that new RoPE parameters stretch: the native one, or what the caller names.
 
-    A model that was pretrained with a scaling (Llama 3.1, say) is only rescaled anew when the caller names the window,
-    since the new RoPE parameters replace the old ones. Of the same type, the old ones stay where options are left open.
+    A model that was pretrained with a scaling, such as Llama 3.1, is rescaled only if the caller names the window, as
+    the new RoPE parameters replace the old ones. If both have the same type, options that are not given are kept.
     """
     if original_max_position_embeddings is not None:
         return original_max_position_embeddings
@@ -138,6 +138,6 @@ def origin(owner: Rescaling, native: NativeRope, original_max_position_embedding
         native,
         ("default",),
         "Give original_max_position_embeddings to say from which window the new RoPE parameters start, or use 'abf', "
-        "which keeps the RoPE parameters but for their base.",
+        "which changes only the base.",
     )
     return native.window

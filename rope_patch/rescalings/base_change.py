@@ -1,10 +1,10 @@
-"""Another base: every frequency changes, the fastest least and the slowest most."""
+"""Rescalings by another base: the fastest frequency changes least, the slowest most."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base import papers
-from ..rope.rotary import grows_with_rows, with_factor
+from ..rope.rotary import is_dynamic, with_factor
 from .base import (
     RESCALINGS,
     NativeRope,
@@ -31,7 +31,7 @@ class NTK(Rescaling):
     Args:
         factor: twice target window / trained window, at least 1.
 
-    When: Take it where answers within the window must not be lost.
+    When: Use it if answers within the trained window must not get worse.
 
     Source: NTK-aware scaled RoPE; YaRN, arXiv:2309.00071, eq. 16. Saved as a plain base, which every program reads.
     """
@@ -73,7 +73,7 @@ class ABF(Rescaling):
         max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
             since a base alone does not say how far it reaches. Not for a model whose scaling begins there ("dynamic").
 
-    When: Take it for longer trainings, and where RoPE parameters such as Llama 3.1's have to stay.
+    When: Use it for longer training, and to keep RoPE parameters such as those of Llama 3.1.
 
     Source: adjusted base frequency, arXiv:2309.16039, section 2.1.
     """
@@ -93,12 +93,12 @@ class ABF(Rescaling):
         parameters = _with_base(native, float(self.theta))
         if self.max_position_embeddings in (None, native.window):
             return parameters
-        if grows_with_rows(native.rope_type):
+        if is_dynamic(native.rope_type):
             raise ValueError(
                 f"rescaling 'abf': max_position_embeddings must be left out for a model of rope type "
-                f"{native.rope_type!r}, whose scaling begins where the config's window ends: it would begin at "
-                f"{self.max_position_embeddings} positions instead of {native.window}. Leave it out, which takes "
-                "patch_model before a trainer, as that names the window of its rows; or use 'yarn' with "
+                f"{native.rope_type!r}, whose scaling begins at the end of the config's window: it would begin at "
+                f"{self.max_position_embeddings} positions instead of {native.window}. Leave it out and call "
+                "patch_model before making a trainer, which would set it; or use 'yarn' with "
                 f"original_max_position_embeddings={native.window}."
             )
         return with_factor(parameters, native.window)

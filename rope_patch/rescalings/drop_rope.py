@@ -1,4 +1,4 @@
-"""No rotation at all, as RoPE parameters that every program reads."""
+"""RoPE switched off, by RoPE parameters that every program reads."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,17 +11,16 @@ from .dropped import DROP_FACTOR
 @RESCALINGS.register("drop-rope")
 @dataclass(frozen=True)
 class DropRope(Rescaling):
-    """theta'_j = theta_j / 1e9, so that positions turn nothing: cosines of 1, sines below 1.4e-4 up to position 131072.
+    """theta'_j = theta_j / 1e9, so that RoPE rotates by almost 0: cos is 1, sin below 1.4e-4 up to position 131072.
 
-    Only the causal mask is left to tell the order of tokens. It is what the view 'nope' does, in a checkpoint: training
-    with RoPE, dropping it and recalibrating is DroPE. Written as rope_type "llama3" with an original window of 1, which
-    leaves no wavelength within it: every frequency is divided, whatever the native RoPE parameters are.
+    Only the causal mask still tells the order of tokens. The view 'nope' does the same in training. DroPE trains with
+    RoPE, drops it, and trains briefly again. It is written as rope_type "llama3" with an original window of 1, so that
+    every frequency is divided, whatever the native RoPE parameters are.
 
     Args:
-        max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
-            since no rotation is left to end it.
+        max_position_embeddings: target window to write into the config, in positions; None keeps the trained one.
 
-    When: Take it to reproduce DroPE, with training at the native window behind it.
+    When: Use it to reproduce DroPE; train at the native window afterwards.
 
     Source: DroPE, Sakana AI, 2025 (drop positional embeddings after pretraining, then recalibrate).
     """

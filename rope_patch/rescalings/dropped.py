@@ -7,11 +7,11 @@ DROP_FACTOR = 1e9
 
 
 def require_rotation(owner: Rescaling, native: NativeRope) -> None:
-    """Raise for a checkpoint whose RoPE 'drop-rope' took away: another base would leave it as it is."""
+    """Raise ValueError for a checkpoint that was saved under 'drop-rope': a new base would have no effect."""
     parameters = native.rope_parameters
     if native.rope_type == "llama3" and parameters.get("factor") == DROP_FACTOR:
         raise ValueError(
             f"rescaling {owner.name!r} would change nothing: this checkpoint was saved under 'drop-rope', which leaves "
-            "no rotation to scale. Take the model that it came from, or 'drop-rope' with max_position_embeddings to "
+            "no rotation to scale. Use the model that it was made from, or 'drop-rope' with max_position_embeddings to "
             "name another window."
         )

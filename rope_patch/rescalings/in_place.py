@@ -1,7 +1,7 @@
-"""Rescaling a loaded model in place, so that what is saved is what was run.
+"""Rescale a loaded model in place, so that the saved checkpoint is the model that ran.
 
-Changing `config.rope_parameters` after loading does nothing in Transformers: frequencies are built once. Here the
-config is edited and every rotary module takes over the state of one that Transformers builds from the edited config.
+Changing `config.rope_parameters` after loading has no effect in Transformers, which builds frequencies once. We edit
+the config, let Transformers build rotary modules from it, and copy their state into the modules of the model.
 """
 
 import copy
@@ -31,8 +31,8 @@ from ..rope.rotary import (
 from ..views.base import MAX_INDEX
 from . import NativeRope, Rescaling
 
-# what `rope_parameters` says about scaling, for Transformers or for other programs; other keys (partial_rotary_factor,
-# mrope_section) belong to the model
+# the keys of `rope_parameters` about scaling, for Transformers or other programs; the rest (partial_rotary_factor,
+# mrope_section) belongs to the architecture
 _SCALING_KEYS = frozenset(
     "rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim "
     "truncate short_factor long_factor low_freq_factor high_freq_factor short_mscale long_mscale alpha attn_factor "
@@ -43,14 +43,14 @@ _QUERY_SCALE = "llama_4_scaling_beta"  # Ministral 3 scales queries by 1 + beta 
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """All of a model that its RoPE parameters decide: what differs between two rescalings of it.
+    """Everything in a model that depends on its RoPE parameters, and so differs between two rescalings.
 
     Args:
         rope_parameters: of the text config; of each rotary module's own config, by module name, if it has one.
         max_position_embeddings: window written in the config, in positions; None if it names none.
         rotary: state of each rotary module, by its name below the decoder.
         attention_scales: softmax scales, by (module name below the decoder, attribute).
-        older_keys: what the text config says beside `rope_parameters`, for readers of the older form.
+        older_keys: keys of the text config in the form of Transformers 4, beside `rope_parameters`.
     """
 
     rope_parameters: dict[str, Any]
@@ -62,7 +62,7 @@ class RopeParameters:
 
     @classmethod
     def of(cls, decoder: PreTrainedModel) -> "RopeParameters":
-        """Those in force."""
+        """The parameters in force."""
         return cls(
             rope_parameters=decoder.config.rope_parameters,
             own_rope_parameters={
@@ -77,7 +77,7 @@ class RopeParameters:
         )
 
     def write(self, decoder: PreTrainedModel) -> None:
-        """Put them in force: config, rotary modules and softmax scales."""
+        """Put the parameters in force: config, rotary modules and softmax scales."""
         self.write_config(decoder.config)
         rotary = rotary_by_name(decoder)
         for name, parameters in self.own_rope_parameters.items():
@@ -86,31 +86,30 @@ class RopeParameters:
         self.write_modules(decoder)
 
     def write_config(self, config: Any) -> None:
-        """Put them into a text config alone."""
+        """Write the parameters to a text config only."""
         config.rope_parameters = self.rope_parameters
         write_older_keys(config, self.older_keys)
         if self.max_position_embeddings is not None:
             config.max_position_embeddings = self.max_position_embeddings
 
     def write_modules(self, decoder: PreTrainedModel) -> None:
-        """Put them in force in the modules alone; what would be saved stays."""
+        """Put the parameters in force in the modules only; the config, which is saved, stays."""
         for name, module in rotary_by_name(decoder).items():
-            if name in self.rotary:  # else it came after the patch, with the RoPE parameters of the config
+            if name in self.rotary:  # a module added after the patch was built from the config
                 self.rotary[name].write(module)
         modules = {own_name(name): module for name, module in decoder.named_modules()}
         for (name, attribute), value in self.attention_scales.items():
-            if name in modules:  # else it was taken out
+            if name in modules:  # the module may have been removed
                 setattr(modules[name], attribute, value)
 
 
 def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
-    """Give `model` a copy of its config, which another model may have been built from, too.
+    """Give `model` a copy of its config, which another model may share.
 
-    RoPE parameters written into a shared one would be the other model's as well: it would describe itself, and be
-    saved, with frequencies that it does not have.
+    A rescaling written to a shared config would also change the config of the other model, but not its frequencies.
     """
     copies: dict[int, Any] = {}
-    for owner in (find_causal_lm(model), decoder):  # the outer config holds the decoder's where a family nests them
+    for owner in (find_causal_lm(model), decoder):  # some families nest the decoder's config in the outer one
         copy.deepcopy(owner.config, copies)
     for module in model.modules():
         config = vars(module).get("config")
@@ -118,10 +117,10 @@ def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
             module.config = copies[id(config)]
 
 
-def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParameters:
-    """The same with the frequencies of the config where a cast of the model had rounded them."""
+def restored_to_float32(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParameters:
+    """The parameters with float32 frequencies from the config, if a cast of the model has rounded them."""
     modules = rotary_by_name(decoder)
-    rotary = {name: state.healed(modules[name]) for name, state in parameters.rotary.items()}
+    rotary = {name: state.restored_to_float32(modules[name]) for name, state in parameters.rotary.items()}
     return RopeParameters(
         parameters.rope_parameters,
         parameters.own_rope_parameters,
@@ -133,9 +132,8 @@ def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParamete
 
 
 def pretrained_window(rope_parameters: dict[str, Any], window: int | None) -> int | None:
-    """Positions that a checkpoint was pretrained on: a rescaled config declares more as its `window`."""
-    # 'drop-rope' names a window of 1, which is no window that anybody trained on
-    # a config may name it as 64.0, which Transformers takes
+    """The context window of pretraining; `window` is what the config declares, which is larger after a rescaling."""
+    # 'drop-rope' writes 1, which is not a trained window; a config may have 64.0, which Transformers accepts
     named = [int(s.get("original_max_position_embeddings") or 0) for s in _parameter_sets(rope_parameters)]
     return min((original for original in named if original > 1), default=window)
 
@@ -147,23 +145,25 @@ def _parameter_sets(rope_parameters: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def names_no_window(rescaling: Rescaling, window: int | None) -> bool:
-    """Whether the config of a rescaled model goes on to declare the `window` that the model came with."""
+    """Whether a rescaling leaves max_position_embeddings at the `window` that the model came with."""
     return window is not None and rescaling.target_window(window) is None
 
 
 def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescaling) -> RopeParameters:
-    """What `rescaling` makes of `native`, which the weights were trained with. Changes nothing.
+    """The parameters after `rescaling`, starting from `native`, with which the weights were trained.
 
     Raises:
-        ValueError: the rescaling cannot start from the native RoPE parameters, or leaves what float32 can index.
+        ValueError: the rescaling cannot start from these parameters, or its window is too large for float32.
     """
     config = copy.deepcopy(decoder.config)
-    write_older_keys(config, unscaled_keys(config))  # Transformers fills gaps in `rope_parameters` with the others
+    write_older_keys(
+        config, unscaled_keys(config)
+    )  # Transformers would fill gaps in `rope_parameters` from the older keys
     window = native.max_position_embeddings
     if window is None:
         raise ValueError(
-            f"rescaling {rescaling.name!r} needs the window that the model was trained with, and the config of model "
-            f"type {config.model_type!r} names none (max_position_embeddings)."
+            f"rescaling {rescaling.name!r} needs the context window of pretraining, and the config of model type "
+            f"{config.model_type!r} has no max_position_embeddings: set it."
         )
     target = rescaling.target_window(window)
     if target is not None:
@@ -172,7 +172,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
                 f"rescaling {rescaling.name!r}: the target window would be {target} positions; at most {MAX_INDEX} "
                 f"(2**24) are exact in float32. Use a smaller factor than the one that makes {target} of {window}."
             )
-    # without a target the window is the native one again, whatever another rescaling has declared before
+    # without a target, write the native window again: an earlier rescaling may have changed it
     config.max_position_embeddings = window if target is None else target
     reason = why_no_layers(decoder)
     if reason is not None:
@@ -180,7 +180,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
     if is_nested(native.rope_parameters):
         chosen = far_looking_types(native.rope_parameters, native.rotary)
         config.rope_parameters = {
-            # without `truncate`, which Transformers does not look for in a layer type
+            # without `truncate`, which Transformers does not read from a layer type
             layer_type: _merged(
                 {k: v for k, v in parameters.items() if k != "truncate"},
                 rescaling,
@@ -224,7 +224,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
 
 
 def _require_bases(native: RopeParameters, rescaling: Rescaling, rope_parameters: dict[str, Any]) -> None:
-    """Raise if modules are found by their base, in which one rescaling would make them one."""
+    """Raise ValueError for a new base if layers find their frequencies by base, since all would get the same."""
     if native.own_rope_parameters and rope_parameters.get("rope_theta") != native.rope_parameters.get("rope_theta"):
         raise ValueError(
             f"rescaling {rescaling.name!r} changes the base of all frequencies, and layers of this model have bases of "
@@ -233,7 +233,7 @@ def _require_bases(native: RopeParameters, rescaling: Rescaling, rope_parameters
 
 
 def _require_window_asked(rescaling: Rescaling, config: Any, asked: int | None) -> None:
-    """Raise if Transformers takes another window to stretch, as where a family names it beside the RoPE parameters."""
+    """Raise ValueError if Transformers stretches another window, e.g. one that a family's config has elsewhere."""
     taken = config.rope_parameters.get("original_max_position_embeddings")
     if taken != asked:
         raise ValueError(
@@ -244,7 +244,7 @@ def _require_window_asked(rescaling: Rescaling, config: Any, asked: int | None) 
 
 
 def _require_softmax_scaled(rescaling: Rescaling, decoder: PreTrainedModel, config: Any) -> None:
-    """Raise if `mscale_all_dim` is given to scale the softmax alone, and the family does not scale it by that."""
+    """Raise ValueError if `mscale_all_dim` is given to scale the softmax, and the family does not read it."""
     options = rescaling.options()
     if "mscale_all_dim" not in options or "mscale" in options or options.get("factor") == 1:
         return
@@ -269,7 +269,7 @@ def softmax_reads_mscale(decoder: PreTrainedModel, config: Any) -> bool:
 def _require_softmax_kept(
     rescaling: Rescaling, native: RopeParameters, config: Any, scales: dict[tuple[str, str], float]
 ) -> None:
-    """Raise if the native RoPE parameters scale the softmax, as DeepSeek's do, and those of another type would not."""
+    """Raise ValueError if the native RoPE parameters scale the softmax, as DeepSeek's do, and the new ones do not."""
     before, after = (
         [parameters.get("mscale_all_dim") for parameters in _parameter_sets(rope_parameters)]
         for rope_parameters in (native.rope_parameters, config.rope_parameters)
@@ -283,19 +283,19 @@ def _require_softmax_kept(
 
 
 def _require_shapes(rescaling: Rescaling, config: Any, before: RotaryState, after: RotaryState) -> None:
-    """Raise if Transformers builds another number of frequencies, as it does where it takes another head_dim."""
+    """Raise ValueError if Transformers builds another number of frequencies, e.g. from another head_dim."""
     for name, (buffer, _) in after.buffers.items():
         old = before.buffers.get(name)
         if old is not None and old[0].shape != buffer.shape:
             raise ValueError(
                 f"rescaling {rescaling.name!r}: for model type {config.model_type!r} Transformers builds "
-                f"{buffer.numel()} frequencies of these RoPE parameters ({name}), and the model rotates by "
-                f"{old[0].numel()}."
+                f"{buffer.numel()} frequencies from these RoPE parameters ({name}), and the model has "
+                f"{old[0].numel()}: use another rescaling."
             )
 
 
 def _require_all_read(rescaling: Rescaling, config: Any, built: RotaryState) -> None:
-    """Raise if a layer type's frequencies are not those of its RoPE parameters, as where an option is not read."""
+    """Raise ValueError if a layer type's frequencies are not those of its RoPE parameters: an option was not read."""
     for layer_type, parameters in config.rope_parameters.items():
         buffer = built.buffers.get(f"{layer_type}_inv_freq")
         initialise = ROPE_INIT_FUNCTIONS.get(parameters["rope_type"])
@@ -305,26 +305,25 @@ def _require_all_read(rescaling: Rescaling, config: Any, built: RotaryState) -> 
         try:
             alone.rope_parameters = copy.deepcopy(parameters)
             expected, _ = initialise(alone, None)
-        except Exception:  # of its own kind in every family whose config takes no RoPE parameters but by layer type
+        except Exception:  # configs with RoPE parameters by layer type raise many kinds of errors
             continue
         if not torch.allclose(buffer[0].cpu(), expected.cpu(), rtol=1e-5, atol=0):
             raise ValueError(
                 f"rescaling {rescaling.name!r} with {rescaling.options()}: for model type {config.model_type!r}, whose "
-                "RoPE differs by layer, Transformers builds other frequencies than the options ask for, as it does "
-                "not look for all of them there (for 'yarn': truncate). Leave that option out."
+                "RoPE differs by layer, Transformers ignores some options there and builds other frequencies (for "
+                "'yarn': truncate). Leave that option out."
             )
 
 
 @contextmanager
 def _as_refusal(rescaling: Rescaling, config: Any) -> Iterator[None]:
-    """What Transformers raises for RoPE parameters that a family does not take, as a refusal that says so."""
+    """Raise ValueError, naming the rescaling, where Transformers raises for RoPE parameters that a family lacks."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise ValueError(
-            f"rescaling {rescaling.name!r}: Transformers takes no such RoPE parameters for model type "
-            f"{config.model_type!r}: "
-            f"{error}"
+            f"rescaling {rescaling.name!r}: Transformers does not accept these RoPE parameters for model type "
+            f"{config.model_type!r}: {error}"
         ) from error
 
 
@@ -333,8 +332,8 @@ def _merged(
 ) -> dict[str, Any]:
     """`parameters` with their scaling replaced by that of `rescaling`.
 
-    What the options leave open stays as it is in `parameters` of the same type. An attention factor stays, too, unless
-    it is the one that follows from the factor, which then follows from the new factor.
+    If `parameters` have the same type, options that are not given keep their values. An attention factor is kept too,
+    unless it follows from the factor by the formula: then it follows from the new factor.
     """
     frequencies = next(
         (state.buffers[buffer][0] for state in native.rotary.values() if buffer in state.buffers),
@@ -370,8 +369,8 @@ def _merged(
 def _scales_of_twin(decoder: PreTrainedModel, config: Any) -> dict[tuple[str, str], float]:
     """Softmax scales of a decoder built from `config`, without its weights."""
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # the twin attends to nothing: no kernel has to be there for it
-    config.dtype = decoder.dtype  # save_pretrained leaves its name there, which Apertus hands to torch
+    config._attn_implementation = "eager"  # the twin never runs, so it needs no kernel
+    config.dtype = decoder.dtype  # save_pretrained leaves a string there, which Apertus passes to torch
     # DiffLlama's constructor draws from torch's global generator, also for tensors on meta
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         twin = type(decoder)(config)

@@ -1,4 +1,4 @@
-"""All frequencies divided by one number: position interpolation, and its kind that grows with the sequence."""
+"""Position interpolation, and NTK scaling that grows with the sequence."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class PI(Rescaling):
         factor: target window / trained window, at least 1.
         rope_theta: another base B for theta_j; None keeps the model's.
 
-    When: Take it to reproduce papers that start from it (LinearARD, EndPrompt, LongLoRA); it breaks more than YaRN.
+    When: Use it to reproduce papers that start from it (LinearARD, EndPrompt, LongLoRA); YaRN harms a model less.
 
     Source: Position Interpolation, arXiv:2306.15595, eq. 3; rope_type "linear".
     """
@@ -55,14 +55,14 @@ class PI(Rescaling):
 class DynamicNTK(Rescaling):
     """theta'_j = B'^(-2j/d), B' = B ((factor n / L0) - (factor - 1))^(d/(d-2)), n = largest position so far + 1.
 
-    Up to n = L0 nothing changes. The frequencies of a forward depend on its longest row and stay for the next one, so
-    no view can be sampled in training on top of it. `max_position_embeddings` stays: the formula reads it as L0.
+    Up to n = L0 nothing changes. The frequencies depend on the longest sequence so far, so no view can be sampled in
+    training with it. `max_position_embeddings` stays: the formula reads it as L0.
 
     Args:
         factor: at least 1.
         rope_theta: another base B; None keeps the model's.
 
-    When: Take it for inference without training, where nothing may change within the trained window.
+    When: Use it for inference without training, if nothing may change within the trained window.
 
     Source: NTK-aware scaled RoPE, dynamic form; YaRN, arXiv:2309.00071, section 3.3; rope_type "dynamic".
     """

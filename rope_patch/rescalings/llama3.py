@@ -32,7 +32,7 @@ class Llama3(Rescaling):
         original_max_position_embeddings: L0, in positions; None means the trained window.
         rope_theta: another base B; None keeps the model's.
 
-    When: Take it to stretch a model as Llama 3.1 was stretched.
+    When: Use it to extend a model as Llama 3.1 was extended.
 
     Source: The Llama 3 herd of models, arXiv:2407.21783, and Meta's release of Llama 3.1; rope_type "llama3".
     """

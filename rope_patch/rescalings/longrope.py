@@ -23,8 +23,8 @@ from .base import (
 class LongRope(Rescaling):
     """theta'_j = theta_j / f_j, f = long_factor in forwards longer than L0 and short_factor in others.
 
-    cos and sin are multiplied by sqrt(1 + ln(factor) / ln(L0)). None means what native RoPE parameters of this type
-    say, if the model has such, or else the default below.
+    cos and sin are multiplied by sqrt(1 + ln(factor) / ln(L0)). None means the value in native RoPE parameters of
+    this type, or else the default below.
 
     Args:
         factor: target window / L0, at least 1.
@@ -34,7 +34,7 @@ class LongRope(Rescaling):
         attention_factor: what cos and sin are multiplied by; None means the formula above.
         rope_theta: another base B; None keeps the model's.
 
-    When: Take it with divisors that a search has found, such as those of Phi-3.
+    When: Use it with divisors from a search, such as those of Phi-3.
 
     Source: LongRoPE, arXiv:2402.13753; the attention factor is that of Phi-3; rope_type "longrope".
     """

@@ -25,8 +25,8 @@ class Yarn(Rescaling):
     g_j = 1 - clamp((j - lo) / (hi - lo), 0, 1) with lo = floor(c(beta_fast)), hi = ceil(c(beta_slow)), both clamped to
     [0, d-1], and c(b) = d ln(L0 / (2 pi b)) / (2 ln B) the index whose frequency turns b times within the window L0.
 
-    None means what native RoPE parameters of this type say, if the model has such, or else the default below. An
-    attention factor that follows from the native factor follows from the new one.
+    None means the value in native RoPE parameters of this type, or else the default below. A native attention factor
+    that follows from the native factor by the formula is recomputed from the new one.
 
     Args:
         factor: s = target window / L0, at least 1.
@@ -40,7 +40,7 @@ class Yarn(Rescaling):
             is the latter alone, and refused for other families.
         truncate: whether lo and hi are rounded; None means yes.
 
-    When: Take it for a longer window without training, or with little.
+    When: Use it for a longer window without training, or with little.
 
     Source: YaRN, arXiv:2309.00071, eqs. 23-25; rope_type "yarn".
     """
@@ -105,8 +105,8 @@ class Yarn(Rescaling):
 
 
 def advised_rescaling(factor: float) -> str:
-    """The rescaling that errors advise, as arguments of a trainer's configuration.
+    """The rescaling that errors recommend, as arguments of a trainer's configuration.
 
-    It is YaRN, whose loss far out stays lowest without training.
+    It is YaRN, which has the lowest loss at far positions without training.
     """
     return f"rescale={Yarn.name!r}, rescale_args={{'factor': {factor}}}"

@@ -1,4 +1,4 @@
-"""Positions of their own for some layers, handed to them as an argument: a checkpoint's recompute has them too."""
+"""Different positions for some layers, passed as an argument, so that a checkpoint's recompute gets them too."""
 
 import inspect
 from typing import Any
@@ -10,9 +10,9 @@ Embeddings = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerwiseEmbeddings(tuple[torch.Tensor, torch.Tensor]):
-    """(cos, sin) as a rotary module gives them, with those of some layers; the hooks of the layers take their own.
+    """(cos, sin) of a rotary module, together with those of some layers; the hook of each layer takes its own.
 
-    A tuple, since that is what models pass on; a subclass, since wrappers rebuild plain tuples.
+    It is a tuple because models expect one, and a subclass because wrappers rebuild plain tuples.
     """
 
     by_layer: dict[int, Embeddings]
@@ -20,14 +20,14 @@ class LayerwiseEmbeddings(tuple[torch.Tensor, torch.Tensor]):
 
     @classmethod
     def of(cls, output: Embeddings, by_layer: dict[int, Embeddings]) -> "LayerwiseEmbeddings":
-        """`output`, for layers that are not in `by_layer`, with the embeddings of those that are beside it."""
+        """Make one from `output`, for layers that are not in `by_layer`, and the embeddings of those that are."""
         made = cls(output if isinstance(output, tuple) else (output,))  # one complex tensor in Llama 4
         made.by_layer, made.others = by_layer, output
         return made
 
 
 class LayerEntry:
-    """Forward pre-hook of a layer: takes its own embeddings out of those of all."""
+    """Forward pre-hook of a layer: takes its own embeddings out of `LayerwiseEmbeddings`."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -43,7 +43,7 @@ class LayerEntry:
 
 
 def hands_embeddings(decoder: Any) -> bool:
-    """Whether each layer gets what the rotary module gives as an argument."""
+    """Whether each layer gets the output of the rotary module as an argument."""
     layers = getattr(decoder, "layers", None)
     return isinstance(layers, nn.ModuleList) and all(_takes_embeddings(layer) for layer in layers)
 
@@ -56,7 +56,7 @@ def attach_layer_hooks(decoder: Any) -> None:
 
 
 def detach_layer_hooks(decoder: Any) -> None:
-    """Take them off again."""
+    """Remove the hooks of the layers."""
     for layer in getattr(decoder, "layers", ()):
         for handle in [h for h, hook in layer._forward_pre_hooks.items() if isinstance(hook, LayerEntry)]:
             del layer._forward_pre_hooks[handle]
@@ -64,5 +64,5 @@ def detach_layer_hooks(decoder: Any) -> None:
 
 
 def _takes_embeddings(layer: nn.Module) -> bool:
-    # a wrapper has a signature of its own, and the layer inside it
+    # of a wrapped layer, only the inner module has the argument
     return any("position_embeddings" in inspect.signature(type(m).forward).parameters for m in layer.modules())

@@ -1,7 +1,7 @@
-"""What config.json says about RoPE in the form of Transformers 4: `rope_theta` and `rope_scaling`.
+"""RoPE parameters in the form of Transformers 4: `rope_theta` and `rope_scaling` in config.json.
 
-Transformers 5 writes `rope_parameters` alone. Older versions, and programs with readers of their own such as mlx-lm, do
-not know that key: they take such a checkpoint for one with base 10000 that nobody rescaled, without an error.
+Transformers 5 writes only `rope_parameters`. Older versions, and programs with their own readers such as mlx-lm, ignore
+that key: they load such a checkpoint with base 10000 and without a rescaling, and raise no error.
 """
 
 import copy
@@ -11,27 +11,27 @@ from typing import Any
 from .rotary import is_nested, with_factor
 
 _TRAINED_WINDOW = "original_max_position_embeddings"
-# where families of Transformers 4 keep a base or a scaling; the last one for LongRoPE, which read it there alone
+# keys of Transformers 4 for a base or a scaling; LongRoPE reads its window only from the last one
 _KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", _TRAINED_WINDOW)
-# their `rope_scaling` has `original_max_position_embeddings` in it
+# types whose `rope_scaling` has original_max_position_embeddings
 _NAMING_THE_WINDOW = ("yarn", "llama3", "longrope")
 
 
 def older_keys(config: Any) -> dict[str, Any]:
-    """The keys of the older form that a text config has as attributes of its own."""
+    """The keys of the older form that a text config has as instance attributes."""
     return {key: vars(config)[key] for key in _keys_of(config) if key in vars(config)}
 
 
 def _keys_of(config: Any) -> tuple[str, ...]:
-    """Phi-3 has a trained window in Transformers 5, too, whatever the RoPE parameters are."""
+    """Without the trained window for Phi-3, which keeps it in Transformers 5 whatever its RoPE parameters are."""
     return _KEYS[:-1] if hasattr(type(config), _TRAINED_WINDOW) else _KEYS
 
 
 def write_older_keys(config: Any, keys: dict[str, Any]) -> None:
     """Let `config` be saved with exactly these `keys` of the older form.
 
-    Straight into the attributes, which are what is saved: Transformers 5 has made `rope_scaling` a property that sets
-    `rope_parameters`.
+    They are written to the instance dictionary, which is saved: in Transformers 5, `rope_scaling` is a property that
+    sets `rope_parameters`.
     """
     for key in _keys_of(config):
         vars(config).pop(key, None)
@@ -39,20 +39,20 @@ def write_older_keys(config: Any, keys: dict[str, Any]) -> None:
 
 
 def unscaled_keys(config: Any) -> dict[str, Any]:
-    """Those of `older_keys` that no rescaling changes."""
+    """The `older_keys` that no rescaling changes."""
     return {key: value for key, value in older_keys(config).items() if key == "partial_rotary_factor"}
 
 
 def older_form(config: Any) -> dict[str, Any]:
     """The RoPE parameters of a text config in the older form.
 
-    With one set of frequencies, `rope_theta` holds its base and `rope_scaling` all else, if there is any scaling. With
-    sliding layers beside full ones, as in Gemma 3, both keys are of the full layers, and `rope_local_base_freq` is the
-    base of the sliding ones.
+    With one set of frequencies, `rope_theta` is the base, and `rope_scaling` has the rest if there is a scaling. With
+    sliding and full layers, as in Gemma 3, both keys describe the full layers, and `rope_local_base_freq` is the base
+    of the sliding layers.
 
     Returns:
-        The keys to write beside `rope_parameters`. Only the keys that `config` has already, if the family's own reader
-        makes other RoPE parameters of the older form: it has none, or none for these RoPE parameters.
+        The keys to write beside `rope_parameters`; only those that `config` has already if the family cannot read these
+        RoPE parameters back from the older form.
     """
     for candidate in _candidates(config):
         keys = {key: value for key, value in candidate.items() if key in _keys_of(config)}
@@ -62,17 +62,16 @@ def older_form(config: Any) -> dict[str, Any]:
 
 
 def resumable_form(config: Any) -> dict[str, Any]:
-    """Of `older_form` what a model in training can be saved with.
+    """The part of `older_form` that a checkpoint of a training run can have.
 
-    Transformers' Trainer reads the config of a checkpoint that it goes on from as one of no family, and stops at a
-    scaling that names the trained window. These stay in `rope_parameters` alone, until `export` writes the older keys
-    too.
+    When Transformers' Trainer resumes, it reads config.json without the family's class, and fails on a scaling with
+    original_max_position_embeddings. Such a scaling stays only in `rope_parameters` until `export` adds the older keys.
     """
     keys = older_form(config)
     scaling = keys.get("rope_scaling", {})
     if scaling.get("type") in _NAMING_THE_WINDOW:
         return unscaled_keys(config)
-    scaling.pop("type", None)  # it would come back beside `rope_type` in `rope_parameters`
+    scaling.pop("type", None)  # Transformers would add it to `rope_parameters` beside `rope_type`
     return keys
 
 
@@ -97,7 +96,7 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
         del form["partial_rotary_factor"]
     scaling = {key: copy.deepcopy(value) for key, value in parameters.items() if key not in _KEYS[:-1]}
     if scaling.get("rope_type", "default") != "default" or len(scaling) > 1:
-        # its name before Transformers 4.45, which some programs ask for
+        # the name before Transformers 4.45, which some programs read
         form["rope_scaling"] = {**scaling, "type": scaling.get("rope_type", "default")}
     if scaling.get("rope_type") == "longrope":
         form[_TRAINED_WINDOW] = scaling[_TRAINED_WINDOW]
@@ -105,7 +104,7 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_phi3(config: Any) -> dict[str, Any]:
-    """Phi-3 took these three fields of a scaling, no more and no fewer, and worked the factor out from the windows."""
+    """Phi-3 accepts exactly these three fields of a scaling, and computes the factor from the windows."""
     form = _flat(config.rope_parameters)
     scaling = form.get("rope_scaling", {})
     if scaling.get("rope_type") == "longrope" and "attention_factor" not in scaling:
@@ -115,15 +114,15 @@ def _of_phi3(config: Any) -> dict[str, Any]:
 
 
 def _reads_same(config: Any, keys: dict[str, Any]) -> bool:
-    """Whether the family reads the same RoPE parameters from both forms together, and from the older one alone."""
+    """Whether the family reads the same RoPE parameters from both forms together and from the older form alone."""
     others = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
     without = {key: value for key, value in others.items() if key != "rope_parameters"}
     try:
         read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (others, without)]
-    except Exception:  # of its own kind in every family
+    except Exception:  # the kind of error differs by family
         return False
     if any("rope_local_base_freq" in vars(config_read) for config_read in read):
-        return False  # it stays on the config of a family that does not know it
+        return False  # this family does not know the key
     return all(_comparable(config_read) == _comparable(config) for config_read in read)
 
 
@@ -135,7 +134,7 @@ def _comparable(config: Any) -> Any:
 
 
 def _explicit(parameters: dict[str, Any] | None, config: Any) -> dict[str, Any] | None:
-    """The RoPE parameters with what Transformers takes where a key is missing, and without the old name of its type."""
+    """The RoPE parameters with the defaults of missing keys, and without `type`, the old name of rope_type."""
     if parameters is None:
         return None
     explicit = {"partial_rotary_factor": 1.0, **{key: value for key, value in parameters.items() if key != "type"}}

@@ -1,4 +1,4 @@
-"""Where RoPE lives in a Transformers model: its rotary modules, the decoder that calls them, and their state."""
+"""The rotary modules of a Transformers model, the decoder that calls them, and their state."""
 
 import inspect
 import math
@@ -15,36 +15,36 @@ from transformers import PreTrainedModel
 from ..base.family_table import family_of
 
 _ROTARY_CLASS = re.compile(r"(Rotary|RoPE|Rope).*Embed")
-# what DeepSpeed ZeRO-3 hangs on every module of a model
+# attributes that DeepSpeed ZeRO-3 adds to every module
 _OF_DEEPSPEED = re.compile(r"ds_|(pre|post)_bwd_fn$|applied_pre_backward_ref_cnt$")
-# what other libraries hang on a module, or wrap around one
+# attributes that other libraries add to a module, and their wrappers
 _OF_OTHERS = ("training", "config", "forward")
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _OTHER_MODALITIES = ("vision", "visual", "image", "audio")
 
-# of frequencies, relative: a cast to bfloat16 rounds to 8 bits; RoPE parameters worth telling apart differ by more
+# relative error of frequencies after a cast to bfloat16, which has 8 bits; different RoPE parameters differ by more
 _ROUNDING = 2**-7
-# one formula gives other last bits of float32 on another device; no cast to 16 bits rounds all frequencies so little
+# relative error of one formula in float32 on different devices; a cast to 16 bits rounds some frequency by more
 _LAST_BITS = 1e-6
 
 
 def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules()` without encoders of images and sound."""
+    """`named_modules()` without image and audio encoders."""
     for name, module in model.named_modules():
         if not is_of_other_modality(name):
             yield name, module
 
 
 def is_of_other_modality(name: str) -> bool:
-    """Whether a module of this name reads images or sound."""
+    """Whether a module of this name belongs to an image or audio encoder."""
     return any(part in name for part in _OTHER_MODALITIES)
 
 
 def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every rotary module of the text decoder with its name, found by class and signature.
 
-    Attribute names differ between families (`rotary_emb`, `pos_emb`, `rotary_embs.0`, `rotary_emb_local`), the class
-    name pattern and the `position_ids` argument do not.
+    Attribute names differ between families (`rotary_emb`, `pos_emb`, `rotary_embs.0`, `rotary_emb_local`), but all have
+    the pattern in their class name, and the argument `position_ids`.
     """
     return _rotary_among(model.named_modules())
 
@@ -60,28 +60,28 @@ def _rotary_among(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[st
 
 
 def rotary_by_name(decoder: nn.Module) -> dict[str, Any]:
-    """Every rotary module by `own_name`, which stays when layers are wrapped after the patch."""
+    """Every rotary module by `own_name`, which does not change if layers are wrapped after the patch."""
     return {own_name(name): module for name, module in named_rotary_modules(decoder)}
 
 
 def own_name(name: str) -> str:
-    """A module's name without wrappers that may have come since: of torch.compile, checkpoints, FSDP1."""
+    """A module's name without wrappers that may be added later: of torch.compile, checkpointing, FSDP1."""
     return _WRAPPERS.sub("", name)
 
 
 def parameter_names(decoder: nn.Module) -> tuple[str, ...]:
-    """Names of what a decoder's forward takes, in order, in which some families call it without names."""
+    """Names of the arguments of a decoder's forward, in order: some families pass them by position."""
     return tuple(inspect.signature(type(decoder).forward).parameters)[1:]
 
 
 def find_decoder(model: nn.Module) -> PreTrainedModel:
     """The innermost Transformers model that holds all rotary modules, e.g. the `LlamaModel` of a `LlamaForCausalLM`.
 
-    It is where the view is decided: PEFT calls the inner model directly in some versions, and every wrapper around the
-    whole model (DDP, compile, PEFT) leaves it in place.
+    The view is applied there: some versions of PEFT call the inner model directly, and every wrapper around the whole
+    model (DDP, compile, PEFT) keeps it.
 
     Raises:
-        ValueError: no Transformers model, none with RoPE, or several transformers with it.
+        ValueError: no Transformers model, none with RoPE, or several decoders with RoPE.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -89,7 +89,7 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             if isinstance(model, str)
             else f"model must be a loaded model, got {type(model).__name__}."
         )
-    modules = list(model.named_modules())  # once: a patched decoder looks through the call stack in each walk
+    modules = list(model.named_modules())  # once: each walk through a patched decoder reads the call stack
     rotary = dict(_rotary_among(modules))
     candidates = [m for _, m in modules if isinstance(m, PreTrainedModel)]
     if not candidates:
@@ -123,12 +123,12 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
 
 
 def rotary_owners(model: nn.Module) -> list[nn.Module]:
-    """The innermost Transformers models that hold rotary modules: one, but where parts read sequences of their own."""
+    """The innermost Transformers models that hold rotary modules; several if parts read different sequences."""
     return _owners(model, dict(named_rotary_modules(model)))
 
 
 def _owners(model: nn.Module, rotary: Iterable[str]) -> list[nn.Module]:
-    return list(dict.fromkeys(_owner(model, name) for name in rotary))  # modules are told apart by identity
+    return list(dict.fromkeys(_owner(model, name) for name in rotary))  # modules compare by identity
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
@@ -147,9 +147,9 @@ def find_causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def base_model_name(causal_lm: nn.Module) -> str | None:
-    """The child that turns ids into hidden states, which the head reads; None where there is none.
+    """Name of the child that computes hidden states from ids; None if there is none.
 
-    Llama 4 and Mllama have it elsewhere than `base_model_prefix` says, so that their `base_model` is all of the model.
+    In Llama 4 and Mllama it is not at `base_model_prefix`, so that their `base_model` is the whole model.
     """
     prefix, children = getattr(causal_lm, "base_model_prefix", None), dict(causal_lm.named_children())
     if prefix in children:
@@ -158,13 +158,13 @@ def base_model_name(causal_lm: nn.Module) -> str | None:
 
 
 def find_base_model(causal_lm: Any) -> Any:
-    """The child of `base_model_name`, or `causal_lm` itself where there is none."""
+    """The child of `base_model_name`, or `causal_lm` itself if there is none."""
     name = base_model_name(causal_lm)
     return causal_lm if name is None else getattr(causal_lm, name)
 
 
 def layers_call_rotary(decoder: nn.Module) -> bool:
-    """Whether layers hold rotary modules of their own, which a checkpoint's recompute runs again."""
+    """Whether layers hold rotary modules, so that gradient checkpointing runs them again in backward."""
     layers = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     inside = {id(m) for group in layers for _, m in named_rotary_modules(group)}
     owners = {id(m) for group in layers for m in group}
@@ -172,17 +172,17 @@ def layers_call_rotary(decoder: nn.Module) -> bool:
 
 
 def is_nested(rope_parameters: dict[str, Any]) -> bool:
-    """Whether there is one dictionary a layer type, with None for layers without RoPE, instead of one for all."""
+    """Whether there is one dictionary per layer type, with None for layers without RoPE, instead of one for all."""
     return bool(rope_parameters) and all(value is None or isinstance(value, dict) for value in rope_parameters.values())
 
 
 def with_factor(parameters: dict[str, Any], window: int | None) -> dict[str, Any]:
-    """RoPE parameters of one set of frequencies, with the factor that Transformers takes where they have none.
+    """RoPE parameters of one set of frequencies, with the default factor of Transformers filled in.
 
-    Of 'longrope' and 'yarn' that is window / L0, where `window` is what the config declares: under another one the same
-    parameters would have another attention factor.
+    For 'longrope' and 'yarn' it is window / L0, where `window` is that of the config. So the attention factor of the
+    same parameters depends on the window.
     """
-    if window is None:  # no family of Transformers without a window names such a type
+    if window is None:  # no family without a window has such a type
         return parameters
     if parameters.get("rope_type") in ("longrope", "yarn") and parameters.get("factor") is None:
         return {**parameters, "factor": window / parameters["original_max_position_embeddings"]}
@@ -190,14 +190,14 @@ def with_factor(parameters: dict[str, Any], window: int | None) -> dict[str, Any
 
 
 def with_factors(rope_parameters: dict[str, Any], window: int | None) -> dict[str, Any]:
-    """`rope_parameters`, or those of each layer type, with every factor that Transformers would take from `window`."""
+    """`rope_parameters`, also by layer type, with the default factors that Transformers computes from `window`."""
     if is_nested(rope_parameters):
         return {layer_type: of_type and with_factor(of_type, window) for layer_type, of_type in rope_parameters.items()}
     return with_factor(rope_parameters, window)
 
 
 def has_own_attention_factor(parameters: dict[str, Any], window: int | None) -> bool:
-    """Whether RoPE parameters name an attention factor other than the one that Transformers takes without it."""
+    """Whether RoPE parameters have an attention factor other than the default of Transformers."""
     own, rope_type = parameters.get("attention_factor"), parameters["rope_type"]
     if own is None or rope_type not in ("yarn", "longrope"):
         return False
@@ -217,57 +217,57 @@ def rope_types(module: Any) -> set[str]:
 
 
 def _types_by_prefix(module: Any) -> dict[str, str]:
-    """RoPE types of a rotary module by what its buffers' names begin with; several layer types have a prefix each."""
+    """RoPE types of a rotary module by the prefix of its buffers' names, one per layer type if there are several."""
     rope_type = getattr(module, "rope_type", "default")
     of_prefix = {f"{name}_": t for name, t in rope_type.items()} if isinstance(rope_type, dict) else {"": rope_type}
     return {prefix: t for prefix, t in of_prefix.items() if t is not None}
 
 
-def grows_with_rows(rope_type: str) -> bool:
-    """Whether a RoPE type of Transformers takes other frequencies for a longer row, and keeps them afterwards."""
+def is_dynamic(rope_type: str) -> bool:
+    """Whether a RoPE type changes its frequencies for a longer sequence, and keeps them afterwards."""
     return "dynamic" in rope_type
 
 
-def switches_by_row(rope_type: str) -> bool:
-    """Whether a RoPE type of Transformers takes one of two sets of frequencies by the largest index of a forward."""
+def is_longrope(rope_type: str) -> bool:
+    """Whether a RoPE type chooses one of two sets of frequencies by the largest index of a forward."""
     return rope_type == "longrope"
 
 
-def picks_by_row(rope_type: str) -> bool:
-    """Whether a RoPE type of Transformers picks its frequencies by the largest index of a forward, in either way."""
-    return grows_with_rows(rope_type) or switches_by_row(rope_type)
+def depends_on_length(rope_type: str) -> bool:
+    """Whether a RoPE type chooses its frequencies by the largest index of a forward, in either way."""
+    return is_dynamic(rope_type) or is_longrope(rope_type)
 
 
 def frequencies_go_by_row(module: Any) -> bool:
-    """Whether the frequencies of a rotary module go by the largest index of a forward.
+    """Whether the frequencies of a rotary module depend on the largest index of a forward.
 
-    Those of 'longrope' do not where short and long rows have the same divisors.
+    Those of 'longrope' do not if short_factor and long_factor are equal.
     """
     parameters = getattr(module.config, "rope_parameters", None) or {}
     one_set = not is_nested(parameters) and parameters.get("short_factor") == parameters.get("long_factor")
-    return any(grows_with_rows(t) or (switches_by_row(t) and not one_set) for t in rope_types(module))
+    return any(is_dynamic(t) or (is_longrope(t) and not one_set) for t in rope_types(module))
 
 
 def configs_of_forwards(decoder: nn.Module) -> dict[str, Any]:
-    """Configs of the rotary modules, by `own_name`, whose RoPE type reads its parameters there in every forward."""
+    """Configs of the rotary modules, by `own_name`, that read their RoPE parameters from it in every forward."""
     return {
         name: module.config
         for name, module in rotary_by_name(decoder).items()
-        if any(map(picks_by_row, rope_types(module)))
+        if any(map(depends_on_length, rope_types(module)))
     }
 
 
 @contextmanager
 def frequencies_kept(model: nn.Module) -> Iterator[None]:
-    """Keep the frequencies of LongRoPE with the same divisors for short and long rows.
+    """Skip the choice of LongRoPE between short and long divisors where both are equal.
 
-    Transformers asks each forward of 'longrope' for its largest index, to choose between both. Before 5.21 that waits
-    for the GPU, and no CUDA graph can hold it.
+    Transformers reads the largest index in each forward of 'longrope'. Before 5.21 that waits for the GPU, and cannot
+    be part of a CUDA graph.
     """
     named = {
         module: module.rope_type
         for _, module in named_rotary_modules(model)
-        if any(map(picks_by_row, rope_types(module))) and not frequencies_go_by_row(module)
+        if any(map(depends_on_length, rope_types(module))) and not frequencies_go_by_row(module)
     }
     for module in named:
         module.rope_type = "default"
@@ -279,15 +279,15 @@ def frequencies_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _growing_prefixes(module: Any) -> list[str]:
-    """What names of buffers begin with, of each 'dynamic' RoPE type of a rotary module."""
-    return [prefix for prefix, t in _types_by_prefix(module).items() if grows_with_rows(t)]
+    """Prefixes of the buffers' names of each 'dynamic' RoPE type of a rotary module."""
+    return [prefix for prefix, t in _types_by_prefix(module).items() if is_dynamic(t)]
 
 
 def forget_rows(model: nn.Module) -> None:
-    """Put back the frequencies that a 'dynamic' RoPE type begins with.
+    """Restore the initial frequencies of a 'dynamic' RoPE type.
 
-    Transformers keeps those of the longest row so far for all later ones that are longer than the window: what a model
-    gives for a text would depend on what it has read before.
+    Transformers keeps the frequencies of the longest sequence so far, so that outputs beyond the window would depend on
+    earlier inputs.
     """
     for _, module in named_rotary_modules(model):
         for prefix in _growing_prefixes(module):
@@ -299,7 +299,7 @@ def forget_rows(model: nn.Module) -> None:
 
 @contextmanager
 def rows_forgotten(model: nn.Module) -> Iterator[None]:
-    """Leave modules of a 'dynamic' RoPE type with the frequencies that they have now."""
+    """Restore the present frequencies of a 'dynamic' RoPE type after the block."""
     before = [(m, RotaryState.of(m)) for _, m in named_rotary_modules(model) if _growing_prefixes(m)]
     try:
         yield
@@ -309,13 +309,13 @@ def rows_forgotten(model: nn.Module) -> Iterator[None]:
 
 
 def rotary_states(decoder: nn.Module) -> "dict[str, RotaryState]":
-    """What every rotary module has of its RoPE parameters, by `own_name`."""
+    """The `RotaryState` of every rotary module, by `own_name`."""
     return {name: RotaryState.of(module) for name, module in rotary_by_name(decoder).items()}
 
 
 def is_recomputed(module: Any, buffer: str) -> bool:
-    """Whether a buffer of a rotary module holds what its last forward picked."""
-    return any(map(picks_by_row, rope_types(module))) and not buffer.endswith("original_inv_freq")
+    """Whether a buffer of a rotary module is chosen anew by each forward."""
+    return any(map(depends_on_length, rope_types(module))) and not buffer.endswith("original_inv_freq")
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class RotaryState:
     Args:
         attributes: plain attributes such as `rope_type`, `attention_scaling`, `max_seq_len_cached`.
         buffers: `inv_freq` and its relatives, float32, radians per position, and whether each is persistent.
-        held: tensors with the values of `buffers` that a module was last known to hold, on its device.
+        held: the tensors with the values of `buffers` that the module last had, on its device.
     """
 
     attributes: dict[str, Any]
@@ -333,7 +333,10 @@ class RotaryState:
     held: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> "tuple[type[RotaryState], tuple[Any, ...]]":
-        return RotaryState, (self.attributes, self.buffers)  # what is held may be on a device that a reader lacks
+        return RotaryState, (
+            self.attributes,
+            self.buffers,
+        )  # without `held`, which may be on a device that the reader does not have
 
     @classmethod
     def of(cls, module: nn.Module) -> "RotaryState":
@@ -349,7 +352,7 @@ class RotaryState:
         return cls(attributes, buffers)
 
     def write(self, module: nn.Module) -> None:
-        """Put this state into `module`, whose identity, hooks and config stay."""
+        """Write this state to `module`; its identity, hooks and config stay."""
         device = next((b.device for b in module.buffers()), torch.device("cpu"))
         for name in set(RotaryState.of(module).attributes) - set(self.attributes):
             delattr(module, name)
@@ -360,14 +363,14 @@ class RotaryState:
             module.register_buffer(name, self.held[name], persistent=persistent)
 
     def was_rounded_in(self, module: nn.Module) -> bool:
-        """Whether `module`, which should hold this state, was cast since. Cheap, and torch.compile can trace it."""
+        """Whether `module`, which should have this state, was cast. Cheap, and torch.compile can trace it."""
         return any(_is_rounded(getattr(module, name)) for name in self.buffers)
 
     def was_replaced_in(self, module: nn.Module) -> bool:
-        """Whether `module`, which should hold this state, has other frequencies, as after a cast down and up again.
+        """Whether `module`, which should have this state, has other frequencies, e.g. after a cast down and up again.
 
-        Values are read where a tensor is a new one alone, once: a move between devices makes new ones, too. A graph of
-        torch.compile cannot branch on values, and takes any new tensor for another.
+        Values are compared only for a new tensor, and once, since moving between devices also makes new tensors. A
+        graph of torch.compile cannot branch on values, and treats any new tensor as changed.
         """
         for name, (buffer, _) in self.buffers.items():
             in_module = getattr(module, name)
@@ -380,13 +383,13 @@ class RotaryState:
             self.held[name] = in_module
         return False
 
-    def healed(self, module: Any) -> "RotaryState":
-        """What Transformers builds from the config of `module`, where a cast has rounded it to this; else this."""
+    def restored_to_float32(self, module: Any) -> "RotaryState":
+        """The state that Transformers builds from the config of `module` if this one is that one rounded; else this."""
         if any(_is_rounded(buffer) for buffer, _ in self.buffers.values()):
             return fresh_state(module, module.config)
         if any(buffer.is_meta for buffer, _ in self.buffers.values()):
             return self
-        # a cast up again leaves nothing but the values to go by
+        # after a cast up again, only the values tell
         fresh = fresh_state(module, module.config)
         compared = [
             (buffer, fresh.buffers[name][0])
@@ -409,7 +412,7 @@ def _is_close(buffer: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol
 
 
 def is_but_rounded(buffer: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether frequencies are the expected ones, but for what a cast to 16 bits may have rounded."""
+    """Whether frequencies are the expected ones up to the rounding of a cast to 16 bits."""
     return _is_close(buffer, expected, rtol=_ROUNDING, atol=1e-6)  # float16 has steps of 6e-8 next to 0
 
 
@@ -419,7 +422,7 @@ def fresh_state(module: nn.Module, config: Any) -> RotaryState:
 
 
 def attention_scales(decoder: nn.Module) -> dict[tuple[str, str], float]:
-    """Softmax scales of all modules, by (module name, attribute): 14 families fold YaRN's factor into them."""
+    """Softmax scales of all modules, by (module name, attribute): 14 families fold YaRN's factor into these."""
     return {
         (own_name(name), attribute): getattr(module, attribute)
         for name, module in decoder.named_modules()

@@ -118,7 +118,7 @@ class PerLayer(View):
             raise ValueError(
                 f"view 'per-layer': layers must be below {n_layers}, those of this model, got {max(self.layers)}."
             )
-        if not self.names_layers and set(self._chosen(n_layers)) <= set(local):
+        if not self.names_layers and set(self._moved_layers(n_layers)) <= set(local):
             raise ValueError(
                 f"view 'per-layer': layers={self.layers!r} would change nothing, as all of them are local layers of "
                 f"this model, which stay at true positions: name others, or these by index."
@@ -144,11 +144,11 @@ class PerLayer(View):
         if self.layers == "independent":
             by_layer = [{name: p[i] if p.ndim == 3 else p for name, p in parameters.items()} for i in range(n_layers)]
             return [([i], self.view, by_layer[i]) for i in range(n_layers)]
-        chosen = self._chosen(n_layers)
+        chosen = self._moved_layers(n_layers)
         others = [i for i in range(n_layers) if i not in chosen]
         return [(chosen, self.view, parameters), (others, VIEWS[TRUE_POSITIONS](), {})]
 
-    def _chosen(self, n_layers: int) -> list[int]:
+    def _moved_layers(self, n_layers: int) -> list[int]:
         """The layers in which the view is in force, in order."""
         half = n_layers // 2
         named = {"bottom": range(half), "top": range(half, n_layers), "independent": range(n_layers)}

@@ -20,13 +20,13 @@ from rope_patch.families.capabilities import why_not_relative
 from rope_patch.forward.cache_arguments import cache_argument, returned_cache
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import (
-    TAPE,
+    REQUEST,
     CopiedTeacher,
     RelationDistiller,
     RelationTargets,
     SelfDistiller,
     ViewConsistency,
-    ViewTape,
+    ViewRequest,
 )
 from rope_patch.rope.rotary import find_causal_lm, find_decoder
 from rope_patch.views import Skip, View
@@ -63,10 +63,10 @@ def described(model, what, record_property):
     limit = describe(model).missing_capabilities.get(what)
     with refusals(record_property) as reasons:
         yield
-    by_tape = reasons[1:] == [
+    by_request = reasons[1:] == [
         "visit"
     ]  # what a first forward alone shows: keys of several tokens, layers that run twice
-    assert by_tape or reasons[:1] == ([] if limit is None else [limit])
+    assert by_request or reasons[:1] == ([] if limit is None else [limit])
 
 
 @pytest.fixture
@@ -269,11 +269,11 @@ def test_capture(model, record_property):
 
     def captured(view):
         distiller = RelationDistiller(model, RelationTargets(), copy)
-        tape = distiller.tape(ids)
-        tape.teaching = True  # what it does with a teacher's tensors is to record them
+        request = distiller.request(ids)
+        request.teaching = True  # what it does with a teacher's tensors is to record them
         with distiller.active(), rope_view(model, view):
-            model(ids, use_cache=False, **{TAPE: tape})
-        return tape.teacher
+            model(ids, use_cache=False, **{REQUEST: request})
+        return request.teacher
 
     with described(model, "relation distillation", record_property):
         plain, seen = captured("standard"), captured(VIEW)
@@ -296,10 +296,10 @@ def test_relation_distillation(model, record_property):
     teacher = CopiedTeacher(model)
     with described(model, "relation distillation", record_property):
         distiller = RelationDistiller(model, RelationTargets(), teacher)
-        tape = distiller.tape(ids)
+        request = distiller.request(ids)
         with distiller.active():
-            model(input_ids=ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
-            loss = sum(tape.loss(name) for name in "qkv")
+            model(input_ids=ids, use_cache=False, logits_to_keep=1, **{REQUEST: request})
+            loss = sum(request.loss(name) for name in "qkv")
             loss.backward()
         assert torch.isfinite(loss) and loss > 1e-6
         result = gradients(model).values()
@@ -307,16 +307,16 @@ def test_relation_distillation(model, record_property):
 
 
 def distilled(model, ids, one_pass):
-    """Tape and gradients of one step."""
+    """Request and gradients of one step."""
     model.zero_grad()
     distiller = SelfDistiller(model, ViewConsistency(), one_pass=one_pass)
     distiller.view.clock.set(3, 0)
     labelled = Labelled.of({"input_ids": ids, "labels": ids})
-    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+    request = ViewRequest(labelled, labelled.n_labels, labelled.n_documents)
     with distiller.active():
-        model(input_ids=ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
-        tape.result.loss.backward()
-    return tape, gradients(model)
+        model(input_ids=ids, use_cache=False, logits_to_keep=1, **{REQUEST: request})
+        request.result.loss.backward()
+    return request, gradients(model)
 
 
 @every_family
@@ -325,12 +325,12 @@ def test_self_distillation(model, record_property):
         return
     model, ids = patch_model(model.train(), VIEW), tokens(2, N)
     with described(model, "self-distillation", record_property):
-        tape, actual = distilled(model, ids, one_pass=True)
-        one_pass = tape.attention is not None
+        request, actual = distilled(model, ids, one_pass=True)
+        one_pass = request.attention is not None
         why = describe(model).missing_capabilities.get("self-distillation in one pass")
         assert why is None or not one_pass
         if not one_pass:
-            record_property("two passes", why or "the model around the decoder gives it finished masks.")
+            record_property("two passes", why or "the model passes finished 4D masks to its decoder.")
         with torch.no_grad(), rope_view(model, "standard"):
             plain = logits(model, ids)
         with torch.no_grad(), rope_view(model, VIEW):
@@ -339,7 +339,7 @@ def test_self_distillation(model, record_property):
         p, q = seen.log_softmax(-1)[:, SPLIT:-1], plain.log_softmax(-1)[:, SPLIT:-1]
         kl = (p.exp() * (p - q)).sum(-1).sum(1).mean() / (N - SPLIT)
         assert kl > 1e-6
-        torch.testing.assert_close(tape.result.loss.detach(), ce + kl, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(request.result.loss.detach(), ce + kl, rtol=1e-4, atol=1e-5)
         if one_pass:
             _, expected = distilled(model, ids, one_pass=False)
             same_gradients(actual, expected)

@@ -9,17 +9,17 @@ from support.tiny import MIXED, tiny
 from rope_patch import patch_model
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import (
-    TAPE,
+    REQUEST,
     CopiedTeacher,
     LogitKL,
     NativeDistiller,
-    NativeTape,
+    NativeRequest,
     NativeTargets,
     RelationDistiller,
     RelationTargets,
     SelfDistiller,
     ViewConsistency,
-    ViewTape,
+    ViewRequest,
 )
 from rope_patch.views import Uniform
 
@@ -40,12 +40,12 @@ def two_views(family, attention, dtype, data, one_pass, rounded_to):
     assert distiller.one_pass == one_pass
     distiller.view.clock.set(3, 0)
     labelled = Labelled.of(data)
-    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+    request = ViewRequest(labelled, labelled.n_labels, labelled.n_documents)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
-        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.result.loss.backward()
-    return tape.result.loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters()])
+        model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        request.result.loss.backward()
+    return request.result.loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed"])
@@ -72,9 +72,9 @@ def test_relations_through_flex_attention_are_those_of_sdpa(kind):
         model = patch_model(tiny("llama", attention, **SHAPE).cuda(), "yarn", factor=4.0).train()
         distiller = RelationDistiller(model, RelationTargets(attention=1.0), CopiedTeacher(model))
         with distiller.active():
-            tape = distiller.tape(**data)
-            model(**data, use_cache=False, logits_to_keep=1, **{TAPE: tape})
-            loss = sum(tape.loss(name) for name in distiller.targets.weights)
+            request = distiller.request(**data)
+            model(**data, use_cache=False, logits_to_keep=1, **{REQUEST: request})
+            loss = sum(request.loss(name) for name in distiller.targets.weights)
             loss.backward()
         actual.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     (loss, grad), (expected, wanted_grad) = actual
@@ -91,20 +91,20 @@ def offloaded(objective, offload, data, dtype):
     if objective == "native":
         targets = NativeTargets(clm_weight=0.3, text_weight=0.2)
         distiller = NativeDistiller(model, targets, teacher, offload=offload)
-        tape = NativeTape(labelled, *reversed(divisors), labelled.n_next)
+        request = NativeRequest(labelled, *reversed(divisors), labelled.n_next)
     elif objective == "relations":
         targets = RelationTargets(k=0.0, v=0.0)
         distiller = RelationDistiller(model, targets, teacher, logit_kl=LogitKL(weight=1.0), offload=offload)
-        tape = distiller.tape(data["input_ids"], data.get("attention_mask"), data.get("position_ids"))
+        request = distiller.request(data["input_ids"], data.get("attention_mask"), data.get("position_ids"))
     else:
         distiller = SelfDistiller(model, ViewConsistency(), teacher=teacher)
-        tape = ViewTape(labelled, *divisors)
+        request = ViewRequest(labelled, *divisors)
     model.model._rope_patch.source.clock.set(3, 0)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
-        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        losses = {"relations": lambda: tape.logit_kl / divisors[1], "native": lambda: tape.loss}
-        loss = losses.get(objective, lambda: tape.result.loss)()
+        model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        losses = {"relations": lambda: request.logit_kl / divisors[1], "native": lambda: request.loss}
+        loss = losses.get(objective, lambda: request.result.loss)()
         loss.backward()
     assert {p.device.type for p in teacher.copy.parameters()} == {"cpu" if offload else "cuda"}
     return loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.models.llama import modeling_llama
 
 from rope_patch import native_rope, patch_model, rope_view, unpatch_model
-from rope_patch.losses import TAPE, RelationDistiller, RelationTargets, SharedTeacher
+from rope_patch.losses import REQUEST, RelationDistiller, RelationTargets, SharedTeacher
 from rope_patch.views import Skip
 
 pytestmark = pytest.mark.gpu
@@ -83,9 +83,9 @@ def test_quantised_weights_are_patched_taught_and_given_back(bits, tmp_path):
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"])).train()
     distiller = RelationDistiller(wrapped, RelationTargets(), SharedTeacher(wrapped))
     with distiller.active():
-        tape = distiller.tape(ids)
-        wrapped(input_ids=ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
-        loss = sum(tape.loss(name) for name in "qkv")
+        request = distiller.request(ids)
+        wrapped(input_ids=ids, use_cache=False, logits_to_keep=1, **{REQUEST: request})
+        loss = sum(request.loss(name) for name in "qkv")
         loss.backward()
     assert loss.item() > 0
     gradients = [p.grad for n, p in wrapped.named_parameters() if "lora_B" in n]

@@ -19,7 +19,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from rope_patch import describe, native_rope, patch_model, rope_view
 from rope_patch.base.draws import DrawKey
 from rope_patch.eval.measures.subject import Subject
-from rope_patch.forward.drawn_view import BoundView
+from rope_patch.forward.drawn_view import DrawnView
 from rope_patch.layout.documents import Documents, real_tokens_of
 from rope_patch.losses import SelfDistiller, ViewConsistency
 from rope_patch.views import RPE, ChunkPermute, EndPrompt, Skip
@@ -88,7 +88,7 @@ def test_rope_inside_layers_works_but_not_under_checkpointing():
             seen = model(ids, use_cache=False).logits
     torch.testing.assert_close(seen[:, :9], plain[:, :9], rtol=1e-4, atol=1e-5)
     assert not torch.equal(seen[:, 9:], plain[:, 9:])
-    with pytest.raises(ValueError, match="needs the window that the model was trained with"):
+    with pytest.raises(ValueError, match="needs the context window of pretraining"):
         patch_model(model, "pi", factor=2.0)
     assert "not stated by the config" in str(describe(model))
     patch_model(model, "skip").train()
@@ -130,7 +130,7 @@ def test_a_view_is_elementwise_in_the_positions(shape):
     """What makes it right for shared rows, own rows, several axes, single decoded tokens and shards of a row."""
     documents = Documents(torch.zeros(3, 1, dtype=torch.int64), torch.full((3, 1), L), torch.arange(3)[:, None])
     view = Skip()
-    bound = BoundView(view, documents, view.draw(documents.length, DrawKey(0, torch.tensor(0), documents.ordinal)))
+    bound = DrawnView(view, documents, view.draw(documents.length, DrawKey(0, torch.tensor(0), documents.ordinal)))
     whole = bound(torch.arange(L).expand(3, L))
     indices = bound(torch.arange(L).expand(shape))
     assert torch.equal(indices, whole.expand(indices.shape))
@@ -172,7 +172,7 @@ def test_frequencies_that_are_worked_out_in_every_forward_cannot_be_replaced_for
         long_mscale=1.2,
         original_max_position_embeddings=32,
     )
-    with pytest.raises(ValueError, match="with 'longrope' by the largest index"), rope_view(long, Skip()):
+    with pytest.raises(ValueError, match="A view with 'longrope' would change these"), rope_view(long, Skip()):
         pass
 
 

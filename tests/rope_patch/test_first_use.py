@@ -116,8 +116,8 @@ def test_a_base_without_a_window_warns_that_the_old_one_is_declared(monkeypatch)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", False)
     monkeypatch.setattr("rope_patch.patch.logger.warning", said.append)
     model = patch_model(tiny(), "abf", theta=1e6)
-    assert len(said) == 1 and f"window of {WINDOW} positions" in said[0] and "max_position_embeddings" in said[0]
-    remedy = "a rescaling that takes max_position_embeddings"
+    assert len(said) == 1 and f"max_position_embeddings={WINDOW}, where programs" in said[0]
+    remedy = "a rescaling with max_position_embeddings"
     assert remedy in str(describe(model))
     wide = patch_model(tiny(), "abf", theta=1e6, max_position_embeddings=4 * WINDOW)
     yarn = patch_model(tiny(), "yarn", factor=2.0)
@@ -132,7 +132,7 @@ def test_a_plain_load_of_an_adapter_is_not_said_to_have_no_rope(tmp_path):
     patch_model(adapted, "yarn", factor=2.0).save_pretrained(tmp_path)
     assert (tmp_path / "rope_patch.json").is_file()
     said = str(describe(PeftModel.from_pretrained(tiny(), tmp_path)))
-    assert "saved without RoPE" not in said and "If rope_patch.json lies beside one" in said and "load_adapter" in said
+    assert "saved without RoPE" not in said and "whose folder has rope_patch.json" in said and "load_adapter" in said
 
 
 def test_an_adapter_in_a_folder_that_is_not_there_is_said_to_be_so(tmp_path):

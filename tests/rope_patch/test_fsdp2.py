@@ -18,8 +18,8 @@ from rope_patch.views import Uniform
 from rope_patch import patch_model
 from rope_patch.patch import view_source
 from rope_patch.losses import (
-    TAPE, CopiedTeacher, HiddenDistiller, HiddenTargets, LogitKL, RelationDistiller, RelationTargets, SelfDistiller,
-    SharedTeacher, ViewConsistency, ViewTape,
+    REQUEST, CopiedTeacher, HiddenDistiller, HiddenTargets, LogitKL, RelationDistiller, RelationTargets, SelfDistiller,
+    SharedTeacher, ViewConsistency, ViewRequest,
 )
 from rope_patch.rope.rotary import find_decoder
 from rope_patch.layout.labelled import Labelled
@@ -49,17 +49,17 @@ def relation(model):
     targets = RelationTargets(attention=0.5)
     teacher = SharedTeacher(model) if hasattr(model, "peft_config") else CopiedTeacher(model)
     distiller = RelationDistiller(model, targets, teacher, logit_kl=LogitKL(weight=1.0, last=5))
-    def loss(tape):
-        return sum(w * tape.loss(name) for name, w in targets.weights.items()) + tape.logit_kl
-    return distiller, lambda: distiller.tape(ids), loss
+    def loss(request):
+        return sum(w * request.loss(name) for name, w in targets.weights.items()) + request.logit_kl
+    return distiller, lambda: distiller.request(ids), loss
 
 
 def hidden(far):
     def make(model):
         distiller = HiddenDistiller(model, HiddenTargets(short_to_long=far), CopiedTeacher(model))
-        def loss(tape):
-            return tape.distance + (far * tape.far if far else 0.0)
-        return distiller, lambda: distiller.tape(ids), loss
+        def loss(request):
+            return request.distance + (far * request.far if far else 0.0)
+        return distiller, lambda: distiller.request(ids), loss
     return make
 
 
@@ -71,21 +71,21 @@ def views(one_pass, native=False, **rows):
         consistency = ViewConsistency(view_clm=0.5, **rows)
         distiller = SelfDistiller(model, consistency, teacher=teacher, one_pass=one_pass)
         labelled = Labelled.of({"input_ids": ids})
-        return distiller, lambda: ViewTape(labelled, labelled.n_labels, 2), lambda tape: tape.result.loss
+        return distiller, lambda: ViewRequest(labelled, labelled.n_labels, 2), lambda request: request.result.loss
     return make
 
 
 def run(model, make, wrap):
-    distiller, new_tape, loss = make(model)
+    distiller, new_request, loss = make(model)
     if wrap is shard and isinstance(distiller.teacher, CopiedTeacher):
         distiller.teacher.shard()
         assert all(isinstance(p, DTensor) for p in distiller.teacher.copy.parameters())
     wrap(model)
     with distiller.active():
-        tape = new_tape()
+        request = new_request()
         options = {"output_hidden_states": True} if isinstance(distiller, HiddenDistiller) else {}
-        out = model(input_ids=ids, use_cache=False, logits_to_keep=1, **options, **{TAPE: tape})
-        total = loss(tape) + 0.0 * out.logits.sum()
+        out = model(input_ids=ids, use_cache=False, logits_to_keep=1, **options, **{REQUEST: request})
+        total = loss(request) + 0.0 * out.logits.sum()
         total.backward()
     return total.detach()
 

@@ -104,9 +104,9 @@ def test_what_one_schedule_cannot_express_is_refused(first, tmp_path):
     adapter = trained(tmp_path, first, {"factor": 2.0})
     model = load_adapter(fresh(tmp_path), adapter)
     before = describe(model)
-    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which it would throw away"):
+    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which would be lost"):
         patch_model(model, "yarn", factor=2.0)
-    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which it would throw away"):
+    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which would be lost"):
         patch_model(model, "pi", factor=2.0)
     assert describe(model) == before
 
@@ -135,7 +135,7 @@ def test_a_rescaling_that_makes_another_model_than_in_training_is_refused(tmp_pa
     assert recorded["rope_parameters"].pop("factor") == WINDOW / 16  # as earlier versions did: the window made it 8
     file.write_text(json.dumps(recorded))
     base = fresh(tmp_path)
-    with pytest.raises(ValueError, match="now makes .* which is another model. Load it with the version that trained"):
+    with pytest.raises(ValueError, match="now gives .* which is another model. Load it with the version that trained"):
         load_adapter(base, tmp_path / "adapter")
     assert base.config.max_position_embeddings == WINDOW and base.config.rope_parameters["rope_theta"] == 10000.0
 
@@ -149,12 +149,12 @@ def test_a_second_adapter_of_another_rope_is_refused(tmp_path, caplog):
     get_peft_model(fresh(tmp_path), config).save_pretrained(tmp_path / "unknown")
     model, ids = load_adapter(fresh(tmp_path), first), tokens(1, 100)
     for copied in (model, copy.deepcopy(model)):
-        with pytest.raises(ValueError, match="'default'}, and this model has .*'yarn'.* holds for all"):
+        with pytest.raises(ValueError, match="'default'}, and this model has .*'yarn'.* all of its adapters share"):
             copied.load_adapter(tmp_path / "ntk", "other")
         assert list(copied.peft_config) == ["default"]
     model.load_adapter(first, "again")
     model.load_adapter(tmp_path / "unknown", "unknown")
-    assert "what RoPE it was trained with is not known" in caplog.text
+    assert "so its RoPE is not known" in caplog.text
     patch_model(unpatch_model(model), "ntk", factor=8.0)
     model.load_adapter(tmp_path / "ntk", "other")
     model.set_adapter("other")
@@ -194,7 +194,7 @@ def test_what_an_adapter_was_merged_into_is_not_saved_beside_it(tmp_path):
     merged = load_adapter(fresh(tmp_path), adapter).merge_and_unload()
     before = sorted(adapter.iterdir())
     for options in ({}, {"state_dict": dict(merged.named_parameters())}):
-        with pytest.raises(ValueError, match="holds an adapter, which Transformers would put on this model's weights"):
+        with pytest.raises(ValueError, match="has an adapter, which Transformers would apply to this model's weights"):
             merged.save_pretrained(adapter, **options)
     assert sorted(adapter.iterdir()) == before
     merged.save_pretrained(tmp_path / "elsewhere")

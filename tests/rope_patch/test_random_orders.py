@@ -46,7 +46,7 @@ INSIDE_NATIVE = "inside native_rope: leave the block first"  # its end puts back
 INSIDE_VIEW = "called inside rope_view: leave the block first"  # which would be left without a model
 COPIED_NATIVE = "copying or pickling the model was called inside native_rope"  # the copy's block would never end
 
-NO_START = "starts from RoPE parameters of type .*; this model was trained with"  # which it would throw away
+NO_START = "starts from RoPE parameters of type .*; this model was trained with"  # which would be lost
 
 
 @cache

@@ -208,13 +208,13 @@ def test_a_second_rescaling_that_names_no_window_declares_the_native_one():
 @pytest.mark.parametrize(
     ("method", "options", "remedy"),
     [
-        ("abf", {"theta": 1e6}, "pass max_position_embeddings to 'abf' to name another."),
-        ("dynamic-ntk", {"factor": FACTOR}, "'dynamic-ntk' can name no other."),
+        ("abf", {"theta": 1e6}, "pass max_position_embeddings to 'abf' to write another."),
+        ("dynamic-ntk", {"factor": FACTOR}, "'dynamic-ntk' cannot write another."),
     ],
 )
 def test_a_window_that_stays_is_told_with_what_can_be_done(method, options, remedy, caplog):
     patch_model(tiny(), method, **options)
-    assert f"the window of {WINDOW} positions" in caplog.text and caplog.messages[-1].endswith(remedy)
+    assert f"max_position_embeddings={WINDOW}" in caplog.text and caplog.messages[-1].endswith(remedy)
 
 
 def test_written_configs_say_everything_explicitly():

@@ -8,21 +8,21 @@ from torch.nn import functional as F  # noqa: N812
 from rope_patch import patch_model, rope_view
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import (
-    TAPE,
+    REQUEST,
     CopiedTeacher,
     HiddenDistiller,
     HiddenTargets,
     LogitKL,
     NativeDistiller,
-    NativeTape,
+    NativeRequest,
     NativeTargets,
-    NextTokenTape,
+    NextTokenRequest,
     RelationDistiller,
     RelationTargets,
     SelfDistiller,
-    StandardTape,
+    StandardRequest,
     ViewConsistency,
-    ViewTape,
+    ViewRequest,
 )
 from rope_patch.patch import view_source
 from rope_patch.views import Uniform
@@ -88,26 +88,26 @@ def _self_distill(objective: str, model: Any, inputs: dict[str, Any], divisors: 
     distiller = SelfDistiller(model, ViewConsistency(kl_weight=0.7), one_pass=not two_passes)
     assert distiller.one_pass != two_passes
 
-    def call(tape: NextTokenTape) -> torch.Tensor:
-        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        return _backward(tape.result.loss)
+    def call(request: NextTokenRequest) -> torch.Tensor:
+        model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        return _backward(request.result.loss)
 
     with distiller.active():
         if not objective.endswith("sequential"):
-            return call(ViewTape(labelled, *divisors))
-        earlier = StandardTape(labelled, divisors[0])
+            return call(ViewRequest(labelled, *divisors))
+        earlier = StandardRequest(labelled, divisors[0])
         with rope_view(model, "standard"):
             first = call(earlier)
-        return first + call(ViewTape(labelled, *divisors, earlier))
+        return first + call(ViewRequest(labelled, *divisors, earlier))
 
 
 def _keep_native(model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:
     distiller = NativeDistiller(model, NativeTargets(clm_weight=0.5), CopiedTeacher(model))
     # every document has a token more than labels
-    tape = NativeTape(_labelled(inputs), sum(divisors), divisors[0], divisors[0])
+    request = NativeRequest(_labelled(inputs), sum(divisors), divisors[0], divisors[0])
     with distiller.active():
-        model(**inputs, use_cache=False, logits_to_keep=1, **{TAPE: tape})
-        return _backward(tape.loss)
+        model(**inputs, use_cache=False, logits_to_keep=1, **{REQUEST: request})
+        return _backward(request.loss)
 
 
 def _teach(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:
@@ -118,13 +118,13 @@ def _teach(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[i
     else:
         distiller = RelationDistiller(model, RELATIONS[objective], teacher, logit_kl=LogitKL(weight=0.5, last=4))
     with distiller.active():
-        tape = distiller.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
-        model(**inputs, use_cache=False, logits_to_keep=1, **options, **{TAPE: tape})
+        request = distiller.request(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
+        model(**inputs, use_cache=False, logits_to_keep=1, **options, **{REQUEST: request})
         if objective == "hidden-distill":
-            loss = tape.distance
+            loss = request.distance
         else:
-            loss = sum(w * tape.loss(name) for name, w in distiller.targets.weights.items())
-            loss = loss + 0.5 * tape.logit_kl
+            loss = sum(w * request.loss(name) for name, w in distiller.targets.weights.items())
+            loss = loss + 0.5 * request.logit_kl
         return _backward(loss / divisors[0])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.training import documents, logged, trainer
 
-from rope_patch.losses.forward_loss import ForwardLoss, Tape
+from rope_patch.losses.forward_loss import ForwardLoss, LossRequest
 from rope_patch.views import Uniform
 from trl_ext import RecipeParser, RopeSFTConfig
 from trl_ext.objectives import OBJECTIVES, Objective, ObjectiveOptions
@@ -144,9 +144,9 @@ def test_an_objective_has_defaults_for_all_of_its_options(objective, tmp_path):
 class SquaredStates(ForwardLoss):
     """Sum of squares of last hidden states."""
 
-    def _steps(self, tape, call):
+    def _around_decoder(self, request, call):
         output = yield None
-        tape.result = output.last_hidden_state[tape.valid].square().sum()
+        request.result = output.last_hidden_state[request.valid].square().sum()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +166,11 @@ class SquaredObjective(Objective):
     def _make_loss(self, model):
         return SquaredStates(model)
 
-    def _tape(self, inputs, read, counts):
-        return Tape(read, torch.zeros_like(inputs["input_ids"]))
+    def _request(self, inputs, read, counts):
+        return LossRequest(read, torch.zeros_like(inputs["input_ids"]))
 
-    def _combine(self, tape, counts, batch_counts):
-        return tape.result / counts["tokens"], {"square": (tape.result, batch_counts["tokens"])}
+    def _combine(self, request, counts, batch_counts):
+        return request.result / counts["tokens"], {"square": (request.result, batch_counts["tokens"])}
 
 
 def test_an_objective_of_somebody_else_trains_once_it_is_registered(tmp_path, monkeypatch):
@@ -190,8 +190,8 @@ def test_an_objective_of_somebody_else_trains_once_it_is_registered(tmp_path, mo
 class ScaledObjective(SquaredObjective):
     options_class = ScaledOptions
 
-    def _combine(self, tape, counts, batch_counts):
-        loss, parts = super()._combine(tape, counts, batch_counts)
+    def _combine(self, request, counts, batch_counts):
+        loss, parts = super()._combine(request, counts, batch_counts)
         return (self.options.scale.factor if self.options.scale else 1.0) * loss, parts
 
 

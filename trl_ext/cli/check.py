@@ -49,20 +49,20 @@ def run_check_command(args: argparse.Namespace) -> int:
     import torch
 
     from rope_patch import describe
-    from rope_patch.checks.model_checks import CHECKS, Subject, run_check
+    from rope_patch.checks.model_checks import CHECKS, CheckedModel, run_check
     from rope_patch.families.attention_calls import attention_name
 
     begin = time.perf_counter()
     model = _loaded(args, choose_device(args.device, torch.cuda.is_available()))
-    subject = Subject(model, args.tokens)
+    checked = CheckedModel(model, args.tokens)
     print(describe(model))
-    if not subject.plain.isfinite().all():
+    if not checked.plain.isfinite().all():
         raise ValueError(f"the logits of {args.model} are not finite before anything is patched: try another --dtype.")
-    print(f"\n{subject.dtype}, {attention_name(model)}, 2 rows of {subject.n_tokens} tokens on {subject.ids.device}\n")
+    print(f"\n{checked.dtype}, {attention_name(model)}, 2 rows of {checked.n_tokens} tokens on {checked.ids.device}\n")
     outcomes = []
     for name, check in CHECKS.items():
         start = time.perf_counter()
-        outcome, detail = run_check(subject, check)
+        outcome, detail = run_check(checked, check)
         outcomes.append(outcome)
         print(f"{name:20}  {outcome:7}  {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
     wrong, refused = outcomes.count("WRONG"), outcomes.count("refused")
@@ -75,7 +75,7 @@ def _loaded(args: argparse.Namespace, device: str) -> Any:
 
     from transformers.utils import logging as hf_logging
 
-    from rope_patch.checkpoints.whole import load_checkpoint
+    from rope_patch.checkpoints.checked_loading import load_checkpoint
 
     hf_logging.set_verbosity_error()  # what a patch would tell of its own accord is no outcome of a check
     hf_logging.disable_progress_bar()

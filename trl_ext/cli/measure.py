@@ -135,7 +135,7 @@ def _eval(args: argparse.Namespace) -> int:
         spec.check()
     device, dtype = _device(args)
 
-    from rope_patch.checkpoints.full_disk import told_of_full_disk
+    from rope_patch.checkpoints.full_disk import disk_full_errors
     from rope_patch.eval import regressions, run_suite, write_report
     from rope_patch.eval.measures.comparisons import baseline_label
     from rope_patch.eval.measures.prompt_grid import DEPTHS
@@ -178,7 +178,7 @@ def _eval(args: argparse.Namespace) -> int:
         "window": f"{plan.window} positions" + ("" if args.window else f", the trained window of {first.label}"),
         "seed": plan.seed,
     }
-    with told_of_full_disk(args.output_dir):
+    with disk_full_errors(args.output_dir):
         page = write_report(
             results, args.output_dir, title="Long-context evaluation", settings=settings, window=plan.window
         )

@@ -179,7 +179,7 @@ class ModelSpec:
                 missing or damaged.
         """
         from rope_patch import patch_model
-        from rope_patch.checkpoints.whole import load_checkpoint, with_adapter
+        from rope_patch.checkpoints.checked_loading import load_checkpoint, with_adapter
 
         if self.is_adapter:
             self._require_known_rope()

@@ -12,7 +12,7 @@ import torch
 from rope_patch import patch_model
 from rope_patch.base.environment import installed_versions
 from rope_patch.base.registry import unknown
-from rope_patch.checkpoints.whole import load_checkpoint
+from rope_patch.checkpoints.checked_loading import load_checkpoint
 from rope_patch.eval.report import require_report
 from rope_patch.eval.results.cache import files_hash
 from rope_patch.export import PROGRAMS, export, require_served

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from rope_patch import describe
 from rope_patch.base.hub_revision import require_revision
 from rope_patch.base.remote_code import load_pretrained
-from rope_patch.checkpoints.whole import load_checkpoint
+from rope_patch.checkpoints.checked_loading import load_checkpoint
 from rope_patch.layout.special_tokens import SpecialTokens
 from rope_patch.rope.rotary import find_decoder
 

@@ -138,7 +138,7 @@ def plan_memory(
     """
     sharding = sharding or Sharding()
     moved = _moved_share(args, row_length)
-    held = args.objective_options.held(find_decoder(model).config, moved, shared=sharding.row > 1)
+    factors = args.objective_options.activation_factors(find_decoder(model).config, moved, shared=sharding.row > 1)
     if row_length is not None:
         row_length = math.ceil(row_length / sharding.row)
     size, step = ModelSize.of(find_causal_lm(model)), _step(model, args, row_length, device)
@@ -148,11 +148,11 @@ def plan_memory(
     may_be_long = row_length is None or row_length >= MASKS_TO
     mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
     # engines that split weights compute with them in 16 bits
-    layer_step = replace(step, weight_bytes=2) if step.autocast and sharding.weights > 1 else step
-    layer, in_tiles = _layer_bytes(model, args, size, layer_step, held.at_once * tokens, sharding, mask_free=mask_free)
+    of_layer = replace(step, weight_bytes=2) if step.autocast and sharding.weights > 1 else step
+    layer, in_tiles = _layer_bytes(model, args, size, of_layer, factors.at_once * tokens, sharding, mask_free=mask_free)
     state = step.weight_bytes * size.hidden
-    checkpoint = int(held.graphs * tokens * state)
-    kept = checkpoint if args.gradient_checkpointing else int(held.graphs * tokens * saved_of_layer(size, step))
+    checkpoint = int(factors.graphs * tokens * state)
+    kept = checkpoint if args.gradient_checkpointing else int(factors.graphs * tokens * saved_of_layer(size, step))
     checkpoints = size.n_layers * kept + checkpoint  # the last norm's input too
     keeps_both = args.gradient_accumulation_steps > 1 or sharding.buffers  # DeepSpeed's are of gradients
     freed = 0 if keeps_both else min(checkpoints, gradients)
@@ -161,11 +161,11 @@ def plan_memory(
     if device.type != "cpu":
         offloaded_layers = min(len(layers), host // pinned_bytes(checkpoint))
     in_tiles += checkpoint if offloaded_layers else 0
-    loss = tokens * states_of_loss(size, step, held.states)
+    loss = tokens * states_of_loss(size, step, factors.states)
     if args.has_own_loss or args.loss_type != "nll":  # TRL's own has few logits at a time
         loss += min(CHUNK["cuda"], (1 + step.teacher) * tokens * size.vocabulary * 4) * 11 // 10
     loss += 4 * _numel(_head(model)) * _head(model).requires_grad  # its gradient, as the loss sums it up
-    beside = int(held.beside * tokens * state)
+    beside = int(factors.beside * tokens * state)
     capacity = device_memory(device)
     needed = fixed + checkpoints - freed + beside + max(layer, loss)
     on, reason = _decide(mode, args, row_length, needed, capacity, device)

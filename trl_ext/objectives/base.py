@@ -14,7 +14,7 @@ from rope_patch.base.registry import Registry, from_options, require_known
 from rope_patch.layout.labelled import real_tokens
 from rope_patch.layout.shards import SequenceShard
 from rope_patch.losses import CopiedTeacher, SharedTeacher
-from rope_patch.losses.forward_loss import TAPE, ForwardLoss
+from rope_patch.losses.forward_loss import REQUEST, ForwardLoss
 from rope_patch.losses.teacher import adapter_layers
 from rope_patch.rope.rotary import find_causal_lm
 from rope_patch.views import View
@@ -30,7 +30,7 @@ OBJECTIVES = Registry("objective")
 
 
 @dataclass(frozen=True)
-class Held:
+class ActivationFactors:
     """How much of a batch's activations lives at a time, as multiples of next-token training on the same tokens.
 
     Args:
@@ -101,15 +101,15 @@ class ObjectiveOptions:
         """Whether a step also reads short windows of tokens, as many as the rank's own documents have."""
         return False
 
-    def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
-        """Upper bounds of what lives in memory at a time, for estimates.
+    def activation_factors(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> ActivationFactors:
+        """What of a batch lives at a time, at most: for estimates of memory.
 
         Args:
             config: of the decoder.
             moved: the largest share of a row whose positions a draw of the view changes.
             shared: whether ranks share each row.
         """
-        return Held()
+        return ActivationFactors()
 
     def record(self) -> dict[str, Any]:
         """The options for the record of a run, without those that change no number."""
@@ -218,9 +218,9 @@ class Objective:
             The loss, and its parts before weighting, each as its sum over the batch's own tokens, documents or rows,
             and the number of those: over all batches of a step their means are what the loss is made of.
         """
-        tape = self._tape(inputs, read, counts)
-        tie = self._call(model, inputs, tape)
-        loss, parts = self._combine(tape, counts, batch_counts)
+        request = self._request(inputs, read, counts)
+        tie = self._call(model, inputs, request)
+        loss, parts = self._combine(request, counts, batch_counts)
         return loss + tie, parts
 
     def evaluation_loss(self, means: dict[str, float]) -> float | None:
@@ -231,13 +231,13 @@ class Objective:
         """
         return None
 
-    def _call(self, model: nn.Module, inputs: dict[str, Any], tape: Any) -> torch.Tensor:
-        """Run the model with a tape; returns a zero that ties every parameter of the path to the loss.
+    def _call(self, model: nn.Module, inputs: dict[str, Any], request: Any) -> torch.Tensor:
+        """Run the model with a request; returns a zero that ties every parameter of the path to the loss.
 
         The loss needs no logits; those of the last token are what wrappers that wait for all gradients want.
         """
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-        outputs = model(**inputs, **self._forward_options(), logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        outputs = model(**inputs, **self._forward_options(), logits_to_keep=1, use_cache=False, **{REQUEST: request})
         zero: torch.Tensor = 0.0 * outputs.logits.float().sum()
         return zero
 
@@ -260,20 +260,20 @@ class Objective:
         return self.teacher
 
     def _make_loss(self, model: nn.Module) -> ForwardLoss:
-        """What computes the loss while a forward with a tape runs."""
+        """Make what computes the loss in a forward that gets a request."""
         raise NotImplementedError
 
-    def _tape(self, inputs: dict[str, Any], read: Any, counts: dict[str, int]) -> Any:
+    def _request(self, inputs: dict[str, Any], read: Any, counts: dict[str, int]) -> Any:
         batch = inputs if self.shard is None else self.shard.batch
-        return self.forward_loss.tape(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
+        return self.forward_loss.request(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
 
     def _forward_options(self) -> dict[str, Any]:
         return {}
 
     def _combine(
-        self, tape: Any, counts: dict[str, int], batch_counts: dict[str, int]
+        self, request: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        """The loss and its parts, from what the forward has left on the tape."""
+        """The loss and its parts, from what the forward has left on the request."""
         raise NotImplementedError
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from rope_patch.base import papers
 from rope_patch.losses import HiddenDistiller, HiddenTargets
 
-from .base import OBJECTIVES, Held, Objective, ObjectiveOptions
+from .base import OBJECTIVES, ActivationFactors, Objective, ObjectiveOptions
 from .step_means import Part
 
 
@@ -17,9 +17,9 @@ from .step_means import Part
 class HiddenOptions(HiddenTargets, ObjectiveOptions):
     """Options of "hidden-distill"."""
 
-    def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
-        n_layers = config.num_hidden_layers + 1  # hidden states of teacher and student
-        return Held(graphs=2.0 if self.short_to_long else 1.0, beside=2.0 * n_layers)
+    def activation_factors(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> ActivationFactors:
+        n_layers = config.num_hidden_layers + 1  # hidden states of teacher and student, of which some are compared
+        return ActivationFactors(graphs=2.0 if self.short_to_long else 1.0, beside=2.0 * n_layers)
 
     def cited(self) -> tuple[str, ...]:
         return (papers.LONGRED,)
@@ -54,11 +54,11 @@ class HiddenObjective(Objective):
         return {"output_hidden_states": True}
 
     def _combine(
-        self, tape: Any, counts: dict[str, int], batch_counts: dict[str, int]
+        self, request: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        loss = self.options.weight * tape.distance / counts["tokens"]
-        parts: dict[str, Part] = {"hidden/distance": (tape.distance, batch_counts["tokens"])}
-        if tape.far is not None:
-            loss = loss + self.options.short_to_long * tape.far / counts["tokens"]
-            parts["hidden/far"] = (tape.far, batch_counts["tokens"])
+        loss = self.options.weight * request.distance / counts["tokens"]
+        parts: dict[str, Part] = {"hidden/distance": (request.distance, batch_counts["tokens"])}
+        if request.far is not None:
+            loss = loss + self.options.short_to_long * request.far / counts["tokens"]
+            parts["hidden/far"] = (request.far, batch_counts["tokens"])
         return loss, parts

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rope_patch.layout.labelled import Labelled
-from rope_patch.losses import NativeDistiller, NativeTape, NativeTargets
+from rope_patch.losses import NativeDistiller, NativeRequest, NativeTargets
 
 from .base import OBJECTIVES, Objective, ObjectiveOptions
 from .step_means import Part
@@ -71,21 +71,21 @@ class NativeObjective(Objective):
         weighed = [weight * means[name] for name, weight in weights.items() if weight and name in means]
         return sum(weighed) if weighed else math.nan
 
-    def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> NativeTape:
-        return NativeTape(read, counts["tokens"], counts["labelled"], counts["next"])
+    def _request(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> NativeRequest:
+        return NativeRequest(read, counts["tokens"], counts["labelled"], counts["next"])
 
     def _combine(
-        self, tape: NativeTape, counts: dict[str, int], batch_counts: dict[str, int]
+        self, request: NativeRequest, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        rows = tape.rows
+        rows = request.rows
         parts: dict[str, Part] = {}
         if self.options.needs_teacher:
             parts["kl"] = rows.kl.double().sum(), batch_counts["tokens"]
         if self.forward_loss.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
-            # with text_weight, tokens without a label have such values too
-            at_labels = {name: values.double().masked_fill(~tape.has_label, 0) for name, values in sums.items()}
-            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in at_labels.items()}
+            # where running text is read too, other tokens have such values as well
+            of_labels = {name: values.double().masked_fill(~request.has_label, 0) for name, values in sums.items()}
+            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in of_labels.items()}
         if self.forward_loss.reads_text:
             parts["text_ce"] = rows.ce.double().sum(), batch_counts["next"]
-        return tape.loss, parts
+        return request.loss, parts

@@ -10,7 +10,7 @@ from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from rope_patch.base import papers
 from rope_patch.base.validators import require_number
 from rope_patch.layout.labelled import Labelled
-from rope_patch.losses import DFT, CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
+from rope_patch.losses import DFT, CueWeight, LongCE, NextTokenLoss, NextTokenRequest, WeightedNextToken
 
 from ..data.cues import views_with_cues
 from .base import OBJECTIVES, Objective, ObjectiveOptions
@@ -133,18 +133,18 @@ class NextTokenObjective(Objective):
         """Real tokens and labels."""
         return {"tokens": int(read.valid.sum()), "labels": read.n_labels}
 
-    def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> NextTokenTape:
-        return NextTokenTape(read, counts["labels"])
+    def _request(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> NextTokenRequest:
+        return NextTokenRequest(read, counts["labels"])
 
     def _combine(
-        self, tape: NextTokenTape, counts: dict[str, int], batch_counts: dict[str, int]
+        self, request: NextTokenRequest, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        parts = self._parts(tape.result, tape.labelled, batch_counts)
+        parts = self._parts(request.result, request.labelled, batch_counts)
         if self.forward_loss.decoder.training:
-            return tape.result.loss, parts
+            return request.result.loss, parts
         total, _ = parts["ce"]
-        # as in TRL nan for a batch without labels
-        return (total / batch_counts["labels"]).to(tape.result.loss.dtype), parts
+        # nan, as TRL's, for a batch without labels
+        return (total / batch_counts["labels"]).to(request.result.loss.dtype), parts
 
     def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:
         rows, n_labels = result.rows, batch_counts["labels"]

@@ -10,7 +10,7 @@ from rope_patch.base import papers
 from rope_patch.layout.labelled import document_of_tokens
 from rope_patch.losses import LogitKL, RelationDistiller, RelationTargets
 
-from .base import OBJECTIVES, Held, Objective, ObjectiveOptions
+from .base import OBJECTIVES, ActivationFactors, Objective, ObjectiveOptions
 from .step_means import Part
 
 
@@ -32,10 +32,10 @@ class RelationOptions(RelationTargets, ObjectiveOptions):
                 "name more layers, or take rope='post' with q or k."
             )
 
-    def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
-        # the teacher's queries, keys and values of all layers, together about 1.5 hidden states wide
+    def activation_factors(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> ActivationFactors:
+        # the teacher's queries, keys and values of all layers, which are about as wide as 1.5 states
         n_layers = config.num_hidden_layers if self.layers is None else len(self.layers)
-        return Held(beside=1.5 * n_layers)
+        return ActivationFactors(beside=1.5 * n_layers)
 
     def cited(self) -> tuple[str, ...]:
         return (papers.LINEAR_ARD,)
@@ -80,18 +80,18 @@ class RelationObjective(Objective):
         """Real tokens, and those that the logit KL counts."""
         counts = super().counts(read >= 0)
         if self.options.logit_kl is not None:
-            counts["last"] = int(self.options.logit_kl.chosen(read).sum())
+            counts["last"] = int(self.options.logit_kl.last_tokens(read).sum())
         return counts
 
     def _combine(
-        self, tape: Any, counts: dict[str, int], batch_counts: dict[str, int]
+        self, request: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        sums = {name: tape.loss(name) for name in self.options.weights}
+        sums = {name: request.loss(name) for name in self.options.weights}
         loss = torch.stack([weight * sums[name] for name, weight in self.options.weights.items()]).sum()
         loss = loss / counts["tokens"]
         parts: dict[str, Part] = {name: (total, batch_counts["tokens"]) for name, total in sums.items()}
         if self.options.logit_kl is not None:
             if self.options.logit_kl.weight:
-                loss = loss + self.options.logit_kl.weight * tape.logit_kl / counts["last"]
-            parts["logit_kl"] = (tape.logit_kl, batch_counts["last"])
+                loss = loss + self.options.logit_kl.weight * request.logit_kl / counts["last"]
+            parts["logit_kl"] = (request.logit_kl, batch_counts["last"])
         return loss, {f"relation/{name}": value for name, value in parts.items()}

@@ -19,9 +19,9 @@ from rope_patch.losses import (
     Control,
     NextTokenLoss,
     SelfDistiller,
-    StandardTape,
+    StandardRequest,
     ViewConsistency,
-    ViewTape,
+    ViewRequest,
 )
 from rope_patch.losses.controls import NoisyPasses
 from rope_patch.rope.rotary import find_decoder
@@ -29,7 +29,7 @@ from rope_patch.views import View
 
 from ..engines.sequence_ranks import SequenceRanks, gradient_factor
 from .alternating import AlternatingObjective
-from .base import OBJECTIVES, Held, Objective
+from .base import OBJECTIVES, ActivationFactors, Objective
 from .next_token import NextTokenObjective, WeighedTokens
 from .relation import RelationObjective, RelationOptions
 from .step_means import Part
@@ -122,14 +122,14 @@ class SelfDistillOptions(WeighedTokens, ViewConsistency):
         """Whether training runs the view at all."""
         return bool(self.kl_weight or self.view_clm)
 
-    def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
+    def activation_factors(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> ActivationFactors:
         # last states of both views, their rows that are compared, and the gradients that the loss forms at once
         if not self.compares_in_training or self.passes == "sequential":
-            return Held(states=4.0)
+            return ActivationFactors(states=4.0)
         if self.passes == "two" or shared:  # ranks that share a row run both views whole
-            return Held(graphs=2.0, states=6.0)
+            return ActivationFactors(graphs=2.0, states=6.0)
         copies = moved if self.max_copies is None else min(moved, self.max_copies)
-        return Held(graphs=1.0 + copies, at_once=1.0 + copies, states=6.0)
+        return ActivationFactors(graphs=1.0 + copies, at_once=1.0 + copies, states=6.0)
 
     def cited(self) -> tuple[str, ...]:
         return (papers.RPSD, *super().cited(), *(() if self.restore is None else self.restore.cited()))
@@ -251,14 +251,14 @@ class SelfDistillObjective(NextTokenObjective):
             return super().loss(model, inputs, read, counts, batch_counts)
         # the second backward pass exchanges the gradients of both
         with self.accelerator.no_sync(model):
-            earlier = StandardTape(read, counts["labels"])
+            earlier = StandardRequest(read, counts["labels"])
             with rope_view(self.forward_loss.decoder, "standard"):
                 first = self._call(model, inputs, earlier) + earlier.result.loss
             factor = gradient_factor(self.accelerator, over_all_ranks=self.args.average_tokens_across_devices)
             self.accelerator.backward(first * factor)
-        tape = ViewTape(read, counts["labels"], self._kl_divisor(counts), earlier)
-        tie = self._call(model, inputs, tape)
-        loss, parts = self._combine(tape, counts, batch_counts)
+        request = ViewRequest(read, counts["labels"], self._kl_divisor(counts), earlier)
+        tie = self._call(model, inputs, request)
+        loss, parts = self._combine(request, counts, batch_counts)
         return loss + tie + first.detach(), parts
 
     def _takes_two_calls(self, read: Labelled) -> bool:
@@ -280,8 +280,8 @@ class SelfDistillObjective(NextTokenObjective):
     def _kl_divisor(self, counts: dict[str, int]) -> int:
         return max(1, counts.get("compared", 1))
 
-    def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> ViewTape:
-        return ViewTape(read, counts["labels"], self._kl_divisor(counts))
+    def _request(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> ViewRequest:
+        return ViewRequest(read, counts["labels"], self._kl_divisor(counts))
 
     def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:
         parts = super()._parts(result, labelled, batch_counts)

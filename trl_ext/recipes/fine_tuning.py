@@ -23,7 +23,7 @@ from rope_patch import describe, load_adapter
 from rope_patch.base.empty_folders import without_empty_folders
 from rope_patch.base.hub_revision import require_revision
 from rope_patch.base.remote_code import load_pretrained
-from rope_patch.checkpoints.whole import load_checkpoint
+from rope_patch.checkpoints.checked_loading import load_checkpoint
 from rope_patch.eval.report import require_writable
 from rope_patch.export import PROGRAMS, export
 from rope_patch.export.writing import unfinished_folders

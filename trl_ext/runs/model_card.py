@@ -14,7 +14,7 @@ from rope_patch.adapters.watch import adapter_configs, base_revision
 from rope_patch.base import papers
 from rope_patch.base.environment import installed_versions
 from rope_patch.export.serving import serving_of
-from rope_patch.forward.config_agrees import text_config
+from rope_patch.forward.config_checks import text_config
 from rope_patch.forward.sources import ViewSource
 from rope_patch.forward.state import state_of
 from rope_patch.loading import adapter_folder_of

@@ -16,7 +16,7 @@ from rope_patch import unpatch_model
 from rope_patch.adapters.sidecar import require_same_rope
 from rope_patch.adapters.watch import require_no_adapter_beside
 from rope_patch.attention.shifted import ShiftedAttention
-from rope_patch.checkpoints.full_disk import told_of_full_disk
+from rope_patch.checkpoints.full_disk import disk_full_errors
 from rope_patch.checkpoints.tokenizer_window import widen_tokenizer_of
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import CopiedTeacher
@@ -641,7 +641,7 @@ class RopeSFTTrainer(SFTTrainer):
         """
         require_finite_weights(self.model)
         folder = Path(output_dir or str(self.args.output_dir))
-        with told_of_full_disk(folder, self._how_to_go_on):
+        with disk_full_errors(folder, self._how_to_go_on):
             if self.args.should_save:
                 self._record.write_before_weights(self._saved_run(), folder)
                 keep_count(self.state, self._total_train_tokens)
@@ -659,7 +659,7 @@ class RopeSFTTrainer(SFTTrainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """TRL's saving of weights, optimizer and states; the error of a full disk says how to go on."""
         folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
-        with told_of_full_disk(folder, self._how_to_go_on):
+        with disk_full_errors(folder, self._how_to_go_on):
             super()._save_checkpoint(*args, **kwargs)
 
     def _how_to_go_on(self) -> str:

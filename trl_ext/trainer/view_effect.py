@@ -7,7 +7,7 @@ import torch
 from transformers.utils import logging
 
 from rope_patch.base.draws import DrawKey
-from rope_patch.forward.drawn_view import BoundView
+from rope_patch.forward.drawn_view import DrawnView
 from rope_patch.layout.documents import locate_documents
 from rope_patch.views import View
 from rope_patch.views.base import TRUE_POSITIONS
@@ -86,6 +86,6 @@ def _changes(view: View, part: Part, step: int, n_layers: int, reads_last: bool)
     # one document has its draws once, and not at each token
     documents = locate_documents(1, t.shape[1], t.device, t if len(lengths) > 1 else None, None)
     key = DrawKey(0, step, documents.ordinal, progress=torch.ones((), dtype=torch.float64))
-    bound = BoundView(view, documents, view.draw_for(None if ids is None else ids[None], t, documents, key))
+    drawn = DrawnView(view, documents, view.draw_for(None if ids is None else ids[None], t, documents, key))
     counted = documents.length - (0 if reads_last else 1)
-    return bool((bound.affected_from(t, n_layers) < counted).any())
+    return bool((drawn.affected_from(t, n_layers) < counted).any())

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl.trainer.utils import create_model_from_path
 
-from rope_patch.checkpoints.whole import require_whole
+from rope_patch.checkpoints.checked_loading import require_whole
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from rope_patch.forward.state import state_of
 from rope_patch.rescalings import Rescaling, advised_rescaling
 from rope_patch.rescalings.in_place import names_no_window
-from rope_patch.rope.rotary import find_decoder, grows_with_rows
+from rope_patch.rope.rotary import find_decoder, is_dynamic
 from rope_patch.views import View
 
 logger = logging.get_logger(__name__)
@@ -72,7 +72,7 @@ def _is_open(decoder: PreTrainedModel, rescaling: Rescaling | None, window: int)
     rope: Any = getattr(decoder.config, "rope_parameters", None) or {}
     # some families have a set of parameters for each layer type
     parameter_sets = [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
-    if any(grows_with_rows(entry.get("rope_type", "")) for entry in parameter_sets):
+    if any(is_dynamic(entry.get("rope_type", "")) for entry in parameter_sets):
         return True
     return rescaling is not None and names_no_window(rescaling, window)
 

@@ -15,7 +15,7 @@ from ...describe import describe
 from ...generation.decoding import end_tokens
 from ...generation.generation import ask_greedily, bytes_per_token
 from ...generation.reading import Question, Reply, free_bytes
-from ...rope.rotary import find_causal_lm, picks_by_row
+from ...rope.rotary import depends_on_length, find_causal_lm
 from .prompt_grid import Ask
 from .subject import Subject
 
@@ -158,7 +158,7 @@ def _check_served(model: nn.Module) -> None:
         )
     rope_type = str(description.rope_parameters.get("rope_type", "default"))
     # vLLM gives short rows the factors of long ones, and a table of frequencies that grow ends at the window
-    if picks_by_row(rope_type):
+    if depends_on_length(rope_type):
         raise ValueError(
             f"vLLM serves the rescaling {rope_type!r} otherwise than Transformers does, so its answers are not this "
             "model's: leave out backend 'vllm'."

@@ -5,7 +5,7 @@ from peers.outcomes import Refusal
 _NOT_PI = (
     "rescaling 'pi' starts from RoPE parameters of type default or linear"  # the test of each rope type builds others
 )
-_NOT_DYNAMIC = "rope type 'dynamic' picks its frequencies by the longest row so far"
+_NOT_DYNAMIC = "rope type 'dynamic' chooses its frequencies by the longest sequence so far"
 
 # mode -> parts of the errors with which models may be refused
 REFUSED_MODELS = {

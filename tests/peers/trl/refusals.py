@@ -18,7 +18,7 @@ OF_EVERY_VIEW = [
         tests=("test_train[trl-internal-testing/tiny-NemotronHForCausalLM-nano]",),
     ),
     Refusal(
-        error="of positions with several axes (mRoPE) no view says what they become",
+        error="views are not defined for positions with several axes (mRoPE)",
         reason="positions of images have three axes, and a view is a rule for one",
         tests=(
             *(

@@ -14,7 +14,7 @@ from rope_patch import export, load_adapter, patch_model
 from rope_patch.adapters.sidecar import CONFIG_MARK
 from rope_patch.views import Uniform
 
-OTHER_ROPE = "was trained with RoPE .*'yarn'.*, and this model has .* Load it on a base model of its own"
+OTHER_ROPE = "was trained with RoPE .*'yarn'.*, and this model has .* Load it on a separate base model"
 
 
 def model_of(method):
@@ -104,7 +104,7 @@ def test_one_on_the_hub_without_specification_is_loaded_with_a_warning(tmp_path,
     use_cache(monkeypatch, tmp_path)
     publish(tmp_path, "owner/plain", main=lambda folder: saved(folder, None))
     PeftModel.from_pretrained(model_of(OTHERS["rescaled"]), "owner/plain")
-    assert "what RoPE it was trained with is not known" in caplog.text
+    assert "so its RoPE is not known" in caplog.text
 
 
 def test_peft_alone_says_what_is_to_be_done_and_load_adapter_says_nothing(tmp_path):
@@ -127,7 +127,7 @@ def test_an_adapter_whose_specification_was_lost_is_refused(tmp_path):
     """As by a copy of the weights and their config alone."""
     saved(tmp_path / "adapter")
     (tmp_path / "adapter" / "rope_patch.json").unlink()
-    lost = "does not exist, and an entry of .*adapter_config.json says that it was saved with the adapter"
+    lost = "does not exist. By an entry of .*adapter_config.json it was saved with the adapter"
     for load in (
         lambda folder: load_adapter(tiny(), folder),
         lambda folder: PeftModel.from_pretrained(model_of(OTHERS["rescaled"]), folder),

@@ -208,7 +208,7 @@ DAMAGE = {
     "a view as rescaling": (lambda f: f.update(rescalings=[{"method": "skip", "options": {}}]), "'skip' is a view"),
     "no options": (lambda f: f["rescalings"][0].pop("options"), r"an object as rescalings\[0\].options, got None"),
     "an option out of range": (lambda f: f["rescalings"][0].update(options={"factor": "two"}), "factor .* must be"),
-    "another format": (lambda f: f.update(format=99), "must be of format 1, got 99"),
+    "another format": (lambda f: f.update(format=99), "must have format 1, got 99"),
 }
 
 
@@ -240,7 +240,7 @@ def test_a_view_that_changes_inference_is_put_on_again(view, tmp_path):
     assert torch.equal(logits(again), logits(model))
     assert describe(again).when == "always" and describe(again).view == repr(view)
     edit(tmp_path, lambda entries: entries["view"].pop("options"))  # as before it was recorded
-    with pytest.raises(ValueError, match="how to make that view is not recorded"):
+    with pytest.raises(ValueError, match="the options of that view are not recorded"):
         load_adapter(tiny(), tmp_path)
 
 
@@ -314,7 +314,7 @@ def test_a_whole_model_around_a_patched_one_with_weights_that_were_gathered_else
     patched(model.model)
     model.config = tiny().config
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    with pytest.raises(ValueError, match="what is saved would be another model"):
+    with pytest.raises(ValueError, match="the saved model would be another one"):
         model.save_pretrained(tmp_path, state_dict=weights)
 
 

@@ -5,7 +5,7 @@ from support.own_code import save_with_own_code
 
 from rope_patch import export, patch_model
 from rope_patch.base.remote_code import load_pretrained
-from rope_patch.checkpoints.whole import load_checkpoint
+from rope_patch.checkpoints.checked_loading import load_checkpoint
 
 
 @pytest.fixture

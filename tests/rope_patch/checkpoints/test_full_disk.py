@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from rope_patch.checkpoints.full_disk import FullDisk, told_of_full_disk, whole_file
+from rope_patch.checkpoints.full_disk import FullDisk, disk_full_errors, whole_file
 from rope_patch.export.writing import whole_folder
 
 FULL = Path("/dev/full")  # takes a file's place, and no byte
@@ -29,13 +29,13 @@ def what_to_do():
 def test_the_folder_and_what_to_do_are_told(error, tmp_path):
     folder = tmp_path / "not/there"
     message = rf"^{folder} could not be written, on a disk with [\d.]+ GB free: {re.escape(str(error))}. Do this.$"
-    with pytest.raises(FullDisk, match=message) as told, told_of_full_disk(folder, what_to_do):
+    with pytest.raises(FullDisk, match=message) as told, disk_full_errors(folder, what_to_do):
         raise error
     assert told.value.__cause__ is error
-    with pytest.raises(FullDisk, match=message), told_of_full_disk(tmp_path, what_to_do):
-        with told_of_full_disk(folder, what_to_do):
+    with pytest.raises(FullDisk, match=message), disk_full_errors(tmp_path, what_to_do):
+        with disk_full_errors(folder, what_to_do):
             raise error
-    with pytest.raises(FullDisk, match=message), told_of_full_disk(folder, what_to_do):
+    with pytest.raises(FullDisk, match=message), disk_full_errors(folder, what_to_do):
         try:
             raise error
         finally:
@@ -49,7 +49,7 @@ class OfRanks(BaseException):
 def test_an_error_that_holds_the_traceback_of_a_rank_is_told_in_one_line(tmp_path):
     error = OfRanks("ranks: [0]\nTraceback (most recent call last):\nOSError: [Errno 28] No space left on device\n")
     with pytest.raises(FullDisk, match=r"GB free: OSError: \[Errno 28\] No space left on device. Do this.$"):
-        with told_of_full_disk(tmp_path, what_to_do):
+        with disk_full_errors(tmp_path, what_to_do):
             raise error
 
 
@@ -59,7 +59,7 @@ def test_an_error_that_holds_the_traceback_of_a_rank_is_told_in_one_line(tmp_pat
     ids=repr,
 )
 def test_other_errors_stay_as_they_are(error, tmp_path):
-    with pytest.raises(type(error)) as raised, told_of_full_disk(tmp_path, lambda: pytest.fail("asked")):
+    with pytest.raises(type(error)) as raised, disk_full_errors(tmp_path, lambda: pytest.fail("asked")):
         raise error
     assert raised.value is error
 
@@ -68,9 +68,9 @@ def test_other_errors_stay_as_they_are(error, tmp_path):
 @pytest.mark.parametrize("n", [1, 1_000_000])
 def test_what_torch_and_python_raise_is_known(n, tmp_path):
     (tmp_path / "file").symlink_to(FULL)
-    with pytest.raises(FullDisk), told_of_full_disk(tmp_path, what_to_do):
+    with pytest.raises(FullDisk), disk_full_errors(tmp_path, what_to_do):
         torch.save({"a": torch.zeros(n)}, tmp_path / "file")
-    with pytest.raises(FullDisk), told_of_full_disk(tmp_path, what_to_do):
+    with pytest.raises(FullDisk), disk_full_errors(tmp_path, what_to_do):
         (tmp_path / "file").write_text("a" * n)
 
 

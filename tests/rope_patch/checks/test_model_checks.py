@@ -121,10 +121,10 @@ def test_indices_in_position_ids_are_found(check, monkeypatch):
 
     def leaked(decoder, args, kwargs):
         state = state_of(decoder)
-        if state is None or state.bound is None:
+        if state is None or state.drawn is None:
             return None
         positions = torch.arange(kwargs["input_ids"].shape[1])[None]
-        return args, {**kwargs, "position_ids": state.bound(positions).long()}
+        return args, {**kwargs, "position_ids": state.drawn(positions).long()}
 
     attach = hooks.attach_hooks
 

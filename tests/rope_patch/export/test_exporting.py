@@ -441,7 +441,10 @@ def without_weights(folder):
         (partial(with_entry, r="8"), "adapter_config.json has a wrong entry: '<=' not supported"),
         (partial(with_entry, peft_type="NONE"), "adapter_config.json has a wrong entry: 'NONE'"),
         (partial(with_entry, revision=[]), r"adapter_config.json must hold a text as revision, got \[\]. Copy it"),
-        (for_a_larger_vocabulary, "holds those of lm_head without those of model.embed_tokens.* load the changed one"),
+        (
+            for_a_larger_vocabulary,
+            "holds those of lm_head without those of model.embed_tokens.* load that changed model",
+        ),
         (without_weights, "adapter holds adapter_config.json and no weights beside it"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -168,7 +168,7 @@ def test_an_adapters_folder_is_found_from_elsewhere_and_missed_where_it_is_gone(
     assert "</call>" in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() and "is gone" not in caplog.text
     (tmp_path / "adapter").rename(tmp_path / "moved")
     export(model, tmp_path / "again")
-    assert "adapter, which an adapter was loaded from, is gone: what lay beside it is the base" in caplog.text
+    assert "adapter, from which an adapter was loaded, is gone: files of the base model are used" in caplog.text
 
 
 def test_a_chat_template_alone_goes_with_the_tokenizer_of_the_base(tmp_path):

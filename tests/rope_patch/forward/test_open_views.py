@@ -82,7 +82,7 @@ def test_a_thread_without_a_view_beside_one_with_a_view_is_told():
     model, ids = tiny(), tokens(1, 8)
     with rope_view(model, VIEW), ThreadPoolExecutor(1) as pool:
         seen = model(ids).logits
-        with pytest.raises(ValueError, match="another thread or coroutine has a rope_view open"):
+        with pytest.raises(ValueError, match="rope_view is open on this model in another thread or coroutine"):
             pool.submit(model, ids).result()
         inherited = pool.submit(contextvars.copy_context().run, model, ids).result().logits
     assert torch.equal(inherited, seen)

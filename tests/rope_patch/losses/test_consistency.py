@@ -10,7 +10,15 @@ from support.tiny import tiny
 
 from rope_patch import native_rope, patch_model, rope_view
 from rope_patch.layout.labelled import Labelled
-from rope_patch.losses import TAPE, CopiedTeacher, LongCE, SelfDistiller, StandardTape, ViewConsistency, ViewTape
+from rope_patch.losses import (
+    REQUEST,
+    CopiedTeacher,
+    LongCE,
+    SelfDistiller,
+    StandardRequest,
+    ViewConsistency,
+    ViewRequest,
+)
 from rope_patch.losses.consistency import top_share
 from rope_patch.views import Uniform
 
@@ -86,24 +94,24 @@ def test_rows_count_as_they_are_told(way, kind, passes, native):
     total, earlier = 0.0, None
     with distiller.active():
         if passes == "sequential":
-            earlier = StandardTape(labelled, labelled.n_labels)
+            earlier = StandardRequest(labelled, labelled.n_labels)
             with rope_view(model, "standard"):
-                model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: earlier})
+                model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: earlier})
             earlier.result.loss.backward()
             total = earlier.result.loss.detach()
-        tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, earlier)
-        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.result.loss.backward()
+        request = ViewRequest(labelled, labelled.n_labels, labelled.n_documents, earlier)
+        model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        request.result.loss.backward()
     actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     expected, factors = by_hand(model, data, consistency, native)
     expected.backward()
     assert len(set(factors.values())) > (1 if way == "top" else 3), "some rows are weighed"
-    torch.testing.assert_close(total + tape.result.loss.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(total + request.result.loss.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
     for name, p in model.named_parameters():
         torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item() + 1e-9)
     if consistency.kl_top is not None:
-        chosen = {(r, i) for r, i in tape.result.in_kl.nonzero().tolist()}
+        chosen = {(r, i) for r, i in request.result.in_kl.nonzero().tolist()}
         assert chosen == {place for place, factor in factors.items() if factor > 0}
 
 
@@ -112,11 +120,11 @@ def test_evaluation_weighs_all_alike():
     for options in ({}, WAYS["both"]):
         model = patch_model(tiny(), "skip", split=SPLIT, skip=SKIP).eval()
         labelled = Labelled.of(data)
-        tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+        request = ViewRequest(labelled, labelled.n_labels, labelled.n_documents)
         distiller = SelfDistiller(model, ViewConsistency(**options))
         with distiller.active(), torch.no_grad():
-            model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        results.append(tape.result.rows.kl)
+            model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        results.append(request.result.rows.kl)
     assert torch.equal(*results) and results[0].gt(0).any()
 
 
@@ -152,7 +160,7 @@ def test_autocast_keeps_no_weight_that_was_cast_to_choose_rows(native):
     distiller = SelfDistiller(model, consistency, teacher=CopiedTeacher(model) if native else None)
     data = batch("plain")
     labelled = Labelled.of(data)
-    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+    request = ViewRequest(labelled, labelled.n_labels, labelled.n_documents)
     with distiller.active(), torch.autocast("cpu", torch.bfloat16), _Multiplications() as seen:
-        model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{REQUEST: request})
     assert seen.without_gradient and not seen.kept

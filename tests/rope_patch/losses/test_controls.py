@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
 
 from rope_patch.layout.labelled import Labelled
-from rope_patch.losses import TAPE, Control, SelfDistiller, ViewConsistency, ViewTape
+from rope_patch.losses import REQUEST, Control, SelfDistiller, ViewConsistency, ViewRequest
 from rope_patch.losses.controls import SMALL_TILES, HashedNoise, _cosine, _NoisyFlexAttention, _tiles
 
 STRENGTH = 0.3
@@ -22,14 +22,14 @@ STRENGTH = 0.3
 def run(model, data, kind, consistency=None, strength=STRENGTH):
     distiller = SelfDistiller(model, consistency or ViewConsistency(), control=Control(kind=kind, strength=strength))
     labelled = Labelled.of(data)
-    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+    request = ViewRequest(labelled, labelled.n_labels, labelled.n_documents)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     torch.manual_seed(7)
     with distiller.active():
-        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        if tape.result.loss.requires_grad:
-            tape.result.loss.backward()
-    return tape
+        model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        if request.result.loss.requires_grad:
+            request.result.loss.backward()
+    return request
 
 
 def noisy(noise):
@@ -100,13 +100,13 @@ def test_loss_and_every_gradient_are_those_of_two_noisy_passes(kind, family, che
     model = tiny(family, dtype=torch.float64).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    tape = run(model, data, kind)
+    request = run(model, data, kind)
     actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model.gradient_checkpointing_disable()
     expected = by_hand(model, data, kind)
     expected.backward()
-    torch.testing.assert_close(tape.result.loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(request.result.loss, expected, rtol=1e-6, atol=0)
     for name, p in model.named_parameters():
         # float32 norms inside a float64 model
         torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item())
@@ -116,10 +116,10 @@ def test_loss_and_every_gradient_are_those_of_two_noisy_passes(kind, family, che
 @pytest.mark.parametrize("kind", ["dropout", "attention_noise"])
 def test_documents_stay_apart_and_all_their_rows_count(kind, data):
     data = batch(data)
-    tape = run(tiny("mistral-sliding", dtype=torch.float64).train(), data, kind)
+    request = run(tiny("mistral-sliding", dtype=torch.float64).train(), data, kind)
     lengths = [n for _, _, n in documents_of(data)]
-    assert tape.result.in_kl.sum() == sum(lengths) - len(lengths) and tape.result.loss.isfinite()
-    factor = tape.result.kl_factor
+    assert request.result.in_kl.sum() == sum(lengths) - len(lengths) and request.result.loss.isfinite()
+    factor = request.result.kl_factor
     assert {round(1 / x) for x in factor[factor > 0].tolist()} == set(lengths)
 
 
@@ -129,9 +129,9 @@ def test_documents_stay_apart_and_all_their_rows_count(kind, data):
 def test_flex_attention_forms_its_noise_tile_by_tile(family):
     # without gradients, which flex attention has on a GPU alone
     data, model = batch("plain"), tiny(family, "flex_attention").train()
-    tape = run(model, data, "attention_noise")
-    torch.testing.assert_close(tape.result.loss, by_hand(model, data, "attention_noise", "hashed_by_hand"))
-    assert tape.result.rows.kl.sum() > 0
+    request = run(model, data, "attention_noise")
+    torch.testing.assert_close(request.result.loss, by_hand(model, data, "attention_noise", "hashed_by_hand"))
+    assert request.result.rows.kl.sum() > 0
 
 
 @pytest.mark.gpu
@@ -141,13 +141,13 @@ def test_flex_attention_has_the_gradients_of_its_noise(checkpointing):
     model = tiny("qwen3", "flex_attention", head_dim=16, hidden_size=64).cuda().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    tape = run(model, data, "attention_noise")
+    request = run(model, data, "attention_noise")
     actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model.gradient_checkpointing_disable()
     expected = by_hand(model, data, "attention_noise", "hashed_by_hand")
     expected.backward()
-    torch.testing.assert_close(tape.result.loss, expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(request.result.loss, expected, rtol=1e-3, atol=0)
     for name, p in model.named_parameters():
         error = (actual[name] - p.grad).norm() / p.grad.norm()
         assert error < 5e-3, f"gradient of {name} is off by {error:.1e}"
@@ -205,8 +205,8 @@ def test_noise_of_long_rows_takes_no_mask():
     model.cuda().train().gradient_checkpointing_enable({"use_reentrant": False})
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    tape = run(model, {"input_ids": ids, "labels": ids}, "attention_noise")
-    assert tape.result.rows.kl.mean() > 0 and tape.result.loss.isfinite()
+    request = run(model, {"input_ids": ids, "labels": ids}, "attention_noise")
+    assert request.result.rows.kl.mean() > 0 and request.result.loss.isfinite()
     assert all(p.grad.isfinite().all() for p in model.parameters())
     # what one head of one layer would take in float32
     assert torch.cuda.max_memory_allocated() - before < 4 * length**2

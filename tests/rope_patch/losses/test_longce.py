@@ -7,8 +7,8 @@ from support.tiny import tiny
 
 from rope_patch import patch_model, rope_view
 from rope_patch.layout.labelled import Labelled
-from rope_patch.losses import LongCE, NextTokenTape, SelfDistiller, ViewConsistency, ViewTape, WeightedNextToken
-from rope_patch.losses.forward_loss import TAPE
+from rope_patch.losses import LongCE, NextTokenRequest, SelfDistiller, ViewConsistency, ViewRequest, WeightedNextToken
+from rope_patch.losses.forward_loss import REQUEST
 
 K, D = 5, 3
 
@@ -40,14 +40,14 @@ def weights_by_hand(model, data, cap):
 def run(distiller, data):
     labelled = Labelled.of(data)
     if isinstance(distiller, SelfDistiller):
-        tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+        request = ViewRequest(labelled, labelled.n_labels, labelled.n_documents)
     else:
-        tape = NextTokenTape(labelled, labelled.n_labels)
+        request = NextTokenRequest(labelled, labelled.n_labels)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
-        distiller.causal_lm(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.result.loss.backward()
-    return tape
+        distiller.causal_lm(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        request.result.loss.backward()
+    return request
 
 
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "completion"])
@@ -56,14 +56,14 @@ def test_loss_weights_and_gradients_are_those_of_the_algorithm(family, kind):
     torch.manual_seed(2)
     data = batch(kind)
     model = patch_model(tiny(family, dtype=torch.float64), "standard").train()
-    tape = run(WeightedNextToken(model, LongCE(short_context=K, stride=D, cap=2.0)), data)
+    request = run(WeightedNextToken(model, LongCE(short_context=K, stride=D, cap=2.0)), data)
     actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     weights, losses = weights_by_hand(model, data, cap=2.0)
     expected = sum(weights[place] * losses[place] for place in losses) / len(losses)
     expected.backward()
-    torch.testing.assert_close(tape.result.loss.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
-    assert tape.result.rows.ce_factor.sum().item() == pytest.approx(sum(weights.values()), rel=1e-4)
+    torch.testing.assert_close(request.result.loss.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
+    assert request.result.rows.ce_factor.sum().item() == pytest.approx(sum(weights.values()), rel=1e-4)
     assert len(set(weights.values())) > 3, "some tokens are weighed"
     for name, p in model.named_parameters():
         torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item() + 1e-9)
@@ -82,5 +82,5 @@ def test_it_weighs_the_standard_view_beside_the_kl():
 def test_documents_within_the_short_context_weigh_one():
     data = batch("packed")
     model = patch_model(tiny(), "standard").train()
-    tape = run(WeightedNextToken(model, LongCE(short_context=12, stride=4)), data)
-    assert (tape.result.rows.ce_factor == 1).all()
+    request = run(WeightedNextToken(model, LongCE(short_context=12, stride=4)), data)
+    assert (request.result.rows.ce_factor == 1).all()

@@ -9,7 +9,7 @@ from support.tiny import WINDOW, tiny, tokens, transformed_logits
 
 from rope_patch import patch_model
 from rope_patch.layout.labelled import Labelled
-from rope_patch.losses import TAPE, CopiedTeacher, NativeDistiller, NativeTape, NativeTargets, SharedTeacher
+from rope_patch.losses import REQUEST, CopiedTeacher, NativeDistiller, NativeRequest, NativeTargets, SharedTeacher
 from rope_patch.patch import view_source
 from rope_patch.rope.rotary import find_causal_lm, find_decoder
 from rope_patch.views import Mix, PosAug, PoSE, Skip, Standard
@@ -29,17 +29,17 @@ def student(family="llama", adapters=False, view=MIX, rescale=True):
 
 
 def run(model, data, targets, teacher=None):
-    """Loss and tape; gradients of the student are left on it."""
+    """Loss and request; gradients of the student are left on it."""
     distiller = NativeDistiller(model, targets, (teacher or CopiedTeacher(model)) if targets.weight else None)
     view_source(model).clock.set(3, 0)
     labelled = Labelled.of(data)
-    tape = NativeTape(labelled, int(labelled.valid.sum()), labelled.n_labels, labelled.n_next)
+    request = NativeRequest(labelled, int(labelled.valid.sum()), labelled.n_labels, labelled.n_next)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
-        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
         if torch.is_grad_enabled():
-            tape.loss.backward()
-    return tape.loss.detach(), tape
+            request.loss.backward()
+    return request.loss.detach(), request
 
 
 def test_without_a_kl_no_teacher_reads_and_documents_may_be_longer_than_its_window():
@@ -47,8 +47,8 @@ def test_without_a_kl_no_teacher_reads_and_documents_may_be_longer_than_its_wind
     ids = tokens(1, WINDOW + 1)
     data, read = {"input_ids": ids, "labels": ids}, []
     find_decoder(model).register_forward_hook(lambda *_: read.append(1))
-    loss, tape = run(model, data, targets, None)
-    assert len(read) == 1 and tape.rows.ce.sum() > 0
+    loss, request = run(model, data, targets, None)
+    assert len(read) == 1 and request.rows.ce.sum() > 0
     expected = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1].double(), ids[0, 1:])
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=0)
 
@@ -102,13 +102,15 @@ def in_formulas(model, data, targets):
 def test_loss_and_gradients_are_those_of_the_formula(kind, options):
     torch.manual_seed(2)
     data, targets, model = batch(kind), NativeTargets(**options), student("qwen3")
-    loss, tape = run(model, data, targets)
+    loss, request = run(model, data, targets)
     expected, grads, names, kl, ce = in_formulas(model, data, targets)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     if targets.weight:
-        torch.testing.assert_close(tape.rows.kl.sum(), kl.to(tape.rows.kl.dtype), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(request.rows.kl.sum(), kl.to(request.rows.kl.dtype), rtol=1e-4, atol=1e-6)
     if targets.clm_weight:
-        torch.testing.assert_close(tape.rows.ce[tape.has_label].sum(), ce.to(tape.rows.ce.dtype), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            request.rows.ce[request.has_label].sum(), ce.to(request.rows.ce.dtype), rtol=1e-4, atol=1e-6
+        )
     parameters = dict(model.named_parameters())
     for name, right in zip(names, grads, strict=True):
         # float32 norms and RoPE inside a float64 model
@@ -118,18 +120,18 @@ def test_loss_and_gradients_are_those_of_the_formula(kind, options):
 def test_every_token_but_padding_counts_in_the_kl_and_labels_alone_in_the_cross_entropy():
     data, model = batch("left"), student(view=Skip(split=3, skip=40))
     data["labels"][:, :-2] = -100
-    loss, tape = run(model, data, NativeTargets(clm_weight=1.0))
-    assert len(tape.queries) == int(data["attention_mask"].sum()) == 34
-    assert (tape.rows.kl > 0).sum() >= 31, "all but first tokens, which see themselves alone, and rounding"
-    assert (tape.rows.ce > 0).sum() == 3 * 2
+    loss, request = run(model, data, NativeTargets(clm_weight=1.0))
+    assert len(request.queries) == int(data["attention_mask"].sum()) == 34
+    assert (request.rows.kl > 0).sum() >= 31, "all but first tokens, which see themselves alone, and rounding"
+    assert (request.rows.ce > 0).sum() == 3 * 2
     data["labels"][:] = -100
     model.zero_grad()
     labelled = Labelled.of(data)
-    tape = NativeTape(labelled, 34, 1, 1)
+    request = NativeRequest(labelled, 34, 1, 1)
     distiller = NativeDistiller(model, NativeTargets(), CopiedTeacher(model))
     with distiller.active():
-        model(data["input_ids"], attention_mask=data["attention_mask"], use_cache=False, **{TAPE: tape})
-    assert torch.isfinite(tape.loss) and tape.loss > 0, "rows without labels have their KL"
+        model(data["input_ids"], attention_mask=data["attention_mask"], use_cache=False, **{REQUEST: request})
+    assert torch.isfinite(request.loss) and request.loss > 0, "rows without labels have their KL"
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -150,8 +152,8 @@ def test_adapters_off_are_the_copy_of_the_model_that_came(checkpointed):
 
 def test_at_true_positions_of_the_native_model_the_kl_and_its_gradient_are_0():
     data, model = batch("right"), student(view="standard", rescale=False)
-    _, tape = run(model, data, NativeTargets(clm_weight=1e-12))
-    assert tape.rows.kl.abs().max() < 1e-6
+    _, request = run(model, data, NativeTargets(clm_weight=1e-12))
+    assert request.rows.kl.abs().max() < 1e-6
     assert max(p.grad.abs().max() for p in model.parameters()) < 1e-6
     with pytest.raises(ValueError, match="teacher and student have the same RoPE"):
         NativeDistiller(model, NativeTargets(clm_weight=0.0), CopiedTeacher(model))
@@ -162,10 +164,10 @@ def test_evaluation_draws_nothing_and_measures_what_training_leaves_out():
     data, model = batch("right"), student()
     training, _ = run(model, data, NativeTargets(clm_weight=0.0))
     model.eval()
-    loss, tape = run(model, data, NativeTargets(clm_weight=0.0))
+    loss, request = run(model, data, NativeTargets(clm_weight=0.0))
     again = patch_model(student(), "standard").eval()
     assert torch.equal(loss, run(again, data, NativeTargets(clm_weight=0.0))[0]) and loss != training
-    assert tape.rows.ce.sum() > 0
+    assert request.rows.ce.sum() > 0
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Cohere", "Granite"])
@@ -198,5 +200,5 @@ def test_autocast_changes_the_loss_by_its_rounding(enabled):
 
 def test_documents_beyond_the_window_of_the_teacher_are_refused():
     ids = tokens(1, WINDOW + 1)
-    with pytest.raises(ValueError, match=f"reads documents of at most {WINDOW} tokens, its window, got one of"):
+    with pytest.raises(ValueError, match=f"reads documents of at most {WINDOW} tokens, its context window, got one of"):
         run(student(view="standard"), {"input_ids": ids, "labels": ids}, NativeTargets())

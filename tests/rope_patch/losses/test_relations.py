@@ -11,7 +11,7 @@ from support.tiny import FAMILIES, tiny, tokens, transformed_logits
 from rope_kernels import attention_map_kl_ref, relation_kl_ref
 from rope_patch import describe, native_rope, patch_model, rope_view
 from rope_patch.losses import (
-    TAPE,
+    REQUEST,
     CopiedTeacher,
     HiddenDistiller,
     HiddenTargets,
@@ -152,10 +152,10 @@ def check_full(family, attention, kind, options, *, checkpointing, gradients=Tru
     model.train()
     n_tokens = valid.sum()
     with distiller.active(), torch.set_grad_enabled(gradients):
-        tape = distiller.tape(**inputs)
-        model(**inputs, use_cache=False, logits_to_keep=1, **{TAPE: tape})
-        sums = {name: tape.loss(name) for name in targets.weights}
-        loss = sum(w * sums[name] for name, w in targets.weights.items()) / n_tokens + 0.7 * tape.logit_kl / 10
+        request = distiller.request(**inputs)
+        model(**inputs, use_cache=False, logits_to_keep=1, **{REQUEST: request})
+        sums = {name: request.loss(name) for name in targets.weights}
+        loss = sum(w * sums[name] for name, w in targets.weights.items()) / n_tokens + 0.7 * request.logit_kl / 10
         if gradients:
             loss.backward()
 
@@ -178,7 +178,7 @@ def check_full(family, attention, kind, options, *, checkpointing, gradients=Tru
     for name in targets.weights:
         assert expected[name] > 0
         torch.testing.assert_close(sums[name].double(), expected[name], **tolerance)
-    torch.testing.assert_close(tape.logit_kl.double(), logit_kl, **tolerance)
+    torch.testing.assert_close(request.logit_kl.double(), logit_kl, **tolerance)
     if gradients:
         right.backward()
         same_gradients(model.named_parameters(), weights)
@@ -213,9 +213,9 @@ def test_a_teacher_in_the_same_weights(family, checkpointing):
     distiller = RelationDistiller(peft_model, RelationTargets(), SharedTeacher(peft_model), offload=True)
     inputs, index, visible, _ = batch("right")
     with distiller.active():
-        tape = distiller.tape(**inputs)
-        peft_model(**inputs, use_cache=False, **{TAPE: tape})
-        sums = {name: tape.loss(name) for name in "qkv"}
+        request = distiller.request(**inputs)
+        peft_model(**inputs, use_cache=False, **{REQUEST: request})
+        sums = {name: request.loss(name) for name in "qkv"}
         sum(sums.values()).backward()
 
     merged = dict(base)
@@ -245,12 +245,12 @@ def test_the_teacher_reads_true_positions_and_the_student_its_view():
     inputs, index, visible, _ = batch("plain")
     model.train()
     with distiller.active():
-        tape = distiller.tape(**inputs)
-        model(**inputs, use_cache=False, **{TAPE: tape})
+        request = distiller.request(**inputs)
+        model(**inputs, use_cache=False, **{REQUEST: request})
     student, _ = record(weights, model.config, inputs, torch.where(index >= 8, index + 30, index), visible, frequencies)
     teacher, _ = record(weights, model.config, inputs, index, visible, frequencies)
     for name, expected in relation_sums(student, teacher, visible, RelationTargets()).items():
-        torch.testing.assert_close(tape.loss(name), expected, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(request.loss(name), expected, rtol=1e-5, atol=1e-8)
 
 
 def test_values_of_the_first_layer_do_not_drift():
@@ -259,9 +259,9 @@ def test_values_of_the_first_layer_do_not_drift():
     distiller = RelationDistiller(model, RelationTargets(layers=(0,)), CopiedTeacher(model))
     inputs = batch("plain")[0]
     with distiller.active(), torch.no_grad():
-        tape = distiller.tape(**inputs)
-        model(**inputs, **{TAPE: tape})
-    assert tape.loss("v") == 0 < tape.loss("q")
+        request = distiller.request(**inputs)
+        model(**inputs, **{REQUEST: request})
+    assert request.loss("v") == 0 < request.loss("q")
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -274,9 +274,9 @@ def test_hidden_states(family):
     move(model, weights)
     inputs, index, visible, valid = batch("right")
     with distiller.active():
-        tape = distiller.tape(**inputs)
-        model.train()(**inputs, use_cache=False, output_hidden_states=True, **{TAPE: tape})
-        tape.distance.backward()
+        request = distiller.request(**inputs)
+        model.train()(**inputs, use_cache=False, output_hidden_states=True, **{REQUEST: request})
+        request.distance.backward()
     student, _ = record(weights, model.config, inputs, index, visible, *frequencies_of(model))
     teacher, _ = record(teacher_weights, model.config, inputs, index, visible, native)
     expected = 0
@@ -284,9 +284,9 @@ def test_hidden_states(family):
         s, t = student[i]["hidden"][valid], teacher[i]["hidden"].detach()[valid]
         expected = expected + (1 - (s * t).sum(-1) / s.norm(dim=-1) / t.norm(dim=-1)).sum()
     expected.backward()
-    torch.testing.assert_close(tape.distance.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(request.distance.double(), expected, rtol=1e-4, atol=1e-6)
     same_gradients(model.named_parameters(), weights, tolerance=1e-4)
-    assert HiddenTargets().chosen(32) == (1, 7, 13, 20, 26, 32) and HiddenTargets().chosen(2) == (1, 2)
+    assert HiddenTargets().layer_indices(32) == (1, 7, 13, 20, 26, 32) and HiddenTargets().layer_indices(2) == (1, 2)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -302,9 +302,9 @@ def test_hidden_states_short_to_long(family, checkpointing):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     inputs, index, visible, valid = batch("right")
     with distiller.active():
-        tape = distiller.tape(**inputs)
-        model.train()(**inputs, use_cache=False, output_hidden_states=True, **{TAPE: tape})
-        (tape.distance + 10.0 * tape.far).backward()
+        request = distiller.request(**inputs)
+        model.train()(**inputs, use_cache=False, output_hidden_states=True, **{REQUEST: request})
+        (request.distance + 10.0 * request.far).backward()
     bound = model.model._rope_patch.source.last
     moved = bound.view.rope_index(index, bound.parameters)
     assert (moved != index)[valid].any()
@@ -318,12 +318,12 @@ def test_hidden_states_short_to_long(family, checkpointing):
         s, t = student["hidden"][valid], right["hidden"].detach()[valid]
         expected = expected + weight * (1 - (s * t).sum(-1) / s.norm(dim=-1) / t.norm(dim=-1)).sum()
     expected.backward()
-    torch.testing.assert_close((tape.distance + 10.0 * tape.far).double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close((request.distance + 10.0 * request.far).double(), expected, rtol=1e-4, atol=1e-6)
     same_gradients(model.named_parameters(), weights, tolerance=2e-4)
     with distiller.active(), torch.no_grad():
-        tape = distiller.tape(**inputs)
-        model.eval()(**inputs, use_cache=False, output_hidden_states=True, **{TAPE: tape})
-    assert tape.far is None and tape.distance > 0
+        request = distiller.request(**inputs)
+        model.eval()(**inputs, use_cache=False, output_hidden_states=True, **{REQUEST: request})
+    assert request.far is None and request.distance > 0
 
 
 def test_nothing_stays_behind():
@@ -333,9 +333,9 @@ def test_nothing_stays_behind():
     distiller = RelationDistiller(model, RelationTargets(rope="pre"), CopiedTeacher(model))
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     with distiller.active():
-        assert torch.equal(model(**inputs).logits, before), "a forward without a tape is the model's own"
-        tape = distiller.tape(**inputs)
-        assert torch.equal(model(**inputs, **{TAPE: tape}).logits, before), "and so is one with a tape"
+        assert torch.equal(model(**inputs).logits, before), "a forward without a request is the model's own"
+        request = distiller.request(**inputs)
+        assert torch.equal(model(**inputs, **{REQUEST: request}).logits, before), "and so is one with a request"
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     with rope_view(model, Skip(split=3, skip=9)):
         assert not torch.equal(model(**inputs).logits, before)
@@ -349,9 +349,9 @@ def test_it_compiles():
     losses = []
     for run in (model, torch.compile(model, backend="aot_eager")):
         with distiller.active():
-            tape = distiller.tape(**inputs)
-            run(**inputs, use_cache=False, **{TAPE: tape})
-            loss = tape.loss("q") + tape.loss("k")
+            request = distiller.request(**inputs)
+            run(**inputs, use_cache=False, **{REQUEST: request})
+            loss = request.loss("q") + request.loss("k")
             model.zero_grad()
             loss.backward()
         losses.append((loss.detach(), model.model.layers[0].self_attn.k_proj.weight.grad.clone()))
@@ -383,9 +383,9 @@ def test_the_logit_kl_is_of_the_logits_that_a_family_makes(kind):
     ids = tokens(2, L)
     distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model), logit_kl=LogitKL(weight=1.0, last=L))
     with distiller.active(), torch.no_grad():
-        tape = distiller.tape(input_ids=ids)
-        student = model(ids, use_cache=False, **{TAPE: tape}).logits
+        request = distiller.request(input_ids=ids)
+        student = model(ids, use_cache=False, **{REQUEST: request}).logits
         with native_rope(model):
             teacher = model(ids).logits
     p, q = (z.double().log_softmax(-1) for z in (teacher, student))
-    torch.testing.assert_close(tape.logit_kl.double(), (p.exp() * (p - q)).sum(), rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(request.logit_kl.double(), (p.exp() * (p - q)).sum(), rtol=1e-4, atol=1e-9)

@@ -15,7 +15,7 @@ from rope_patch.attention import two_view
 from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import Documents, locate_documents
 from rope_patch.layout.labelled import Labelled
-from rope_patch.losses import TAPE, SelfDistiller, ViewConsistency, ViewTape
+from rope_patch.losses import REQUEST, SelfDistiller, ViewConsistency, ViewRequest
 from rope_patch.views import Cyclic, Dilation, LogUniform, Skip, Uniform
 
 FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]
@@ -87,13 +87,13 @@ def run(model, data, consistency, step=3, one_pass=True):
         divisor = labelled.suffix_total(distiller.changes.next_first(labelled))
     elif consistency.reduction == "uniform":
         divisor = int(labelled.counted.sum())
-    tape = ViewTape(labelled, labelled.n_labels, divisor)
+    request = ViewRequest(labelled, labelled.n_labels, divisor)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
-        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        if tape.result.loss.requires_grad:
-            tape.result.loss.backward()
-    return tape, distiller.view.last
+        model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        if request.result.loss.requires_grad:
+            request.result.loss.backward()
+    return request, distiller.view.last
 
 
 def compare(family, kind, options, consistency, checkpointing=False, one_pass=True):
@@ -102,12 +102,12 @@ def compare(family, kind, options, consistency, checkpointing=False, one_pass=Tr
     model = patch_model(tiny(family, dtype=torch.float64), **options).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    tape, bound = run(model, data, consistency, one_pass=one_pass)
+    request, bound = run(model, data, consistency, one_pass=one_pass)
     actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     expected, _ = by_hand(model, data, bound.view, bound.parameters, consistency)
     expected.backward()
-    torch.testing.assert_close(tape.result.loss.detach(), expected.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(request.result.loss.detach(), expected.detach(), rtol=1e-6, atol=1e-7)
     for name, p in model.named_parameters():
         # float32 norms inside a float64 model
         torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item() + 1e-9)
@@ -164,8 +164,8 @@ def test_one_pass_runs_under_autocast_as_two_passes_do(attention, kind):
     for one_pass in (True, False):
         model = patch_model(tiny("qwen3", attention), **SKIP).train()
         with torch.autocast("cpu", torch.bfloat16):
-            tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
+            request, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
+        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
     for first, second in zip(*results, strict=True):
         assert (first - second).norm() <= 0.1 * second.norm()
 
@@ -210,8 +210,8 @@ def test_one_pass_is_two_passes_under_every_view(view, kind, rest, monkeypatch):
         model = patch_model(tiny("qwen3", dtype=torch.float64), view, **VIEWS[view]).train()
         if rest == "float64":
             in_float64(model, monkeypatch)
-        tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
+        request, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
+        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
     for first, second in zip(*results, strict=True):
         assert (first - second).abs().max() <= EXACT[rest] * second.abs().max()
 
@@ -235,8 +235,8 @@ def test_one_pass_is_two_passes_by_every_attention(attention, rest, family, kind
             in_float64(model, monkeypatch)
         if one_pass and attention == "flash":
             as_flash(model)
-        tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
+        request, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
+        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
     assert bool(calls) == (attention == "flash")
     for first, second in zip(*results, strict=True):
         assert (first - second).abs().max() <= EXACT[rest] * second.abs().max()
@@ -260,8 +260,8 @@ def test_flex_attention_gives_the_losses_of_sdpa(family, kind):
         mixed = MIXED if family == "qwen3-mixed" else {}
         model = tiny(family.removesuffix("-mixed"), attention, torch.float32, **shape, **mixed)
         with torch.no_grad():
-            tape, _ = run(patch_model(model, **SKIP), data, ViewConsistency())
-        losses.append((tape.result.rows.ce.sum(), tape.result.rows.kl.sum()))
+            request, _ = run(patch_model(model, **SKIP), data, ViewConsistency())
+        losses.append((request.result.rows.ce.sum(), request.result.rows.kl.sum()))
     assert losses[1][1] > 1e-3
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
@@ -278,8 +278,8 @@ def test_capped_scores_need_an_attention_that_caps_them():
         torch.manual_seed(0)
         config = Gemma2Config(**shape, sliding_window=SLIDING_WINDOW, attn_logit_softcapping=0.5)
         model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").double().train()
-        tape, _ = run(patch_model(model, **SKIP), batch("plain"), ViewConsistency(), one_pass=one_pass)
-        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
+        request, _ = run(patch_model(model, **SKIP), batch("plain"), ViewConsistency(), one_pass=one_pass)
+        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
     for first, second in zip(*results, strict=True):
         assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
     model = patch_model(tiny(), **SKIP)
@@ -293,13 +293,13 @@ def test_a_prefix_keeps_its_graph():
     model = patch_model(tiny(dtype=torch.float64), "skip", **view).train()
     distiller = SelfDistiller(model, ViewConsistency(kl_weight=1.0))
     labelled = Labelled.of(data)
-    tape = ViewTape(labelled, 10**9, labelled.n_documents)  # the KL alone
+    request = ViewRequest(labelled, 10**9, labelled.n_documents)  # the KL alone
     seen = {}
     with distiller.active():
         handle = model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
-        model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{REQUEST: request})
         handle.remove()
-        grad = torch.autograd.grad(tape.result.loss, seen["x"])[0]
+        grad = torch.autograd.grad(request.result.loss, seen["x"])[0]
     assert grad.shape[1] == 19 + 7, "tokens, and copies of the suffix"
     assert grad[:, :12].abs().max() > 1e-3 * grad.abs().max()
 
@@ -374,10 +374,10 @@ def test_rows_before_the_first_affected_one_predict_the_same(method, options, fi
 def test_evaluation_samples_the_view_too_and_takes_it_off_again():
     model = patch_model(tiny(), **SKIP).eval()
     with torch.no_grad():
-        tape, _ = run(model, batch("plain"), ViewConsistency(), step=-1)
+        request, _ = run(model, batch("plain"), ViewConsistency(), step=-1)
         again, _ = run(model, batch("plain"), ViewConsistency(), step=-1)
-    assert tape.result.rows.kl.sum() > 0 and not model.model._rope_patch.overrides
-    assert tape.result.rows.kl.shape == again.result.rows.kl.shape
+    assert request.result.rows.kl.sum() > 0 and not model.model._rope_patch.overrides
+    assert request.result.rows.kl.shape == again.result.rows.kl.shape
 
 
 @pytest.mark.parametrize("view", [Skip(), Cyclic(), Dilation()])
@@ -434,8 +434,8 @@ def test_one_pass_is_two_passes_in_families_that_differ(kind):
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-        tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
+        request, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
+        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
     assert results[0][0] > 0
     for first, second in zip(*results, strict=True):
         assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
@@ -449,7 +449,7 @@ def test_models_that_lose_keyword_arguments_are_refused():
     for layer in model.model.layers:
         attend = layer.self_attn.forward
         layer.self_attn.forward = lambda *args, attend=attend, **kwargs: attend(
-            *args, **{name: x for name, x in kwargs.items() if name != TAPE}
+            *args, **{name: x for name, x in kwargs.items() if name != REQUEST}
         )
     with pytest.raises(ValueError, match="does not call its attention through Transformers' table"):
         run(model, batch("plain"), ViewConsistency())

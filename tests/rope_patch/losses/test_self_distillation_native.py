@@ -9,7 +9,15 @@ from support.tiny import WINDOW, tiny, tokens
 
 from rope_patch import patch_model
 from rope_patch.layout.labelled import Labelled
-from rope_patch.losses import TAPE, CopiedTeacher, SelfDistiller, SharedTeacher, StandardTape, ViewConsistency, ViewTape
+from rope_patch.losses import (
+    REQUEST,
+    CopiedTeacher,
+    SelfDistiller,
+    SharedTeacher,
+    StandardRequest,
+    ViewConsistency,
+    ViewRequest,
+)
 from rope_patch.patch import rope_view
 from rope_patch.rope.rotary import find_causal_lm, find_decoder, named_rotary_modules
 from rope_patch.views import Uniform
@@ -73,15 +81,15 @@ def run(distiller, model, data, sequential=False):
     total, earlier = 0.0, None
     with distiller.active():
         if sequential:
-            earlier = StandardTape(labelled, labelled.n_labels)
+            earlier = StandardRequest(labelled, labelled.n_labels)
             with rope_view(distiller.decoder, "standard"):
-                model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: earlier})
+                model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: earlier})
             earlier.result.loss.backward()
             total = earlier.result.loss.detach()
-        tape = ViewTape(labelled, labelled.n_labels, divisor, earlier)
-        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.result.loss.backward()
-    return total + tape.result.loss.detach(), tape
+        request = ViewRequest(labelled, labelled.n_labels, divisor, earlier)
+        model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        request.result.loss.backward()
+    return total + request.result.loss.detach(), request
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
@@ -117,9 +125,9 @@ def test_every_way_of_running_gives_one_loss(passes):
         if way == "checkpointed":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         distiller = SelfDistiller(model, ViewConsistency(), teacher=SharedTeacher(model), one_pass=way != "two")
-        loss, tape = run(distiller, model, data, way == "sequential")
+        loss, request = run(distiller, model, data, way == "sequential")
         gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        assert tape.result.rows.kl.gt(0).any() and len(gradients) == 12
+        assert request.result.rows.kl.gt(0).any() and len(gradients) == 12
         results.append((loss, *gradients.values()))
     for first, second in zip(*results, strict=True):
         assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
@@ -165,7 +173,7 @@ def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
         torch.equal(distiller.teacher.head.weight, native)
         and distiller.causal_lm.get_output_embeddings().weight is trained
     )
-    _, tape = run(distiller, model, data)
+    _, request = run(distiller, model, data)
     t, see = torch.arange(19)[None], oracle.causal(19)[None]
     weights = {n: w.detach() for n, w in oracle.weights_of(tiny("llama", dtype=torch.float64)).items()}
     frequencies = oracle.default_frequencies(distiller.causal_lm.config)
@@ -182,7 +190,7 @@ def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
             student, distiller.causal_lm.config, data["input_ids"][row : row + 1], moved, see, frequencies / 4
         )
         total += divergence(seen[0, :-1].softmax(-1), target[0, :-1].softmax(-1), "reverse").sum()
-    torch.testing.assert_close(tape.result.rows.kl.sum().double(), total, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(request.result.rows.kl.sum().double(), total, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rescaled_model_needs_no_view():
@@ -202,7 +210,7 @@ def test_what_the_teacher_cannot_read_is_refused():
     model = student("llama", skip=Uniform(1, 200))
     distiller = SelfDistiller(model, ViewConsistency(), teacher=CopiedTeacher(model))
     ids = tokens(1, WINDOW + 1)
-    with pytest.raises(ValueError, match=f"documents of at most {WINDOW} tokens, its window, got one of {WINDOW + 1}"):
+    with pytest.raises(ValueError, match=f"at most {WINDOW} tokens, its context window, got one of {WINDOW + 1}"):
         run(distiller, model, {"input_ids": ids, "labels": ids})
     plain = patch_model(tiny(), "standard")
     with pytest.raises(ValueError, match="same RoPE"):

@@ -18,7 +18,7 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 
 from rope_patch import patch_model
 from rope_patch.losses import (
-    TAPE,
+    REQUEST,
     CopiedTeacher,
     HiddenDistiller,
     HiddenTargets,
@@ -116,7 +116,7 @@ def test_merged_adapters_are_refused_at_once():
 def test_a_copy_of_a_model_with_adapters_is_no_teacher():
     model = tiny()
     model.add_adapter(LoraConfig(**LORA, init_lora_weights=False))
-    with pytest.raises(ValueError, match="a copy of a model with adapters is not the model as it was pretrained"):
+    with pytest.raises(ValueError, match="a copy of a model with adapters is not the pretrained model"):
         CopiedTeacher(model)
     with SharedTeacher(model).ready() as decoder:
         assert torch.equal(states(decoder), states(tiny().model))
@@ -214,10 +214,10 @@ def test_relations_of_a_model_that_reads_images_are_those_of_its_text_layers(lay
         "embeds": {"inputs_embeds": embeds},
     }.items():
         distiller = RelationDistiller(model, RelationTargets(layers=layers), CopiedTeacher(model))
-        tape = distiller.tape(ids)
+        request = distiller.request(ids)
         with distiller.active():
-            model(**inputs, position_ids=positions, use_cache=False, **{TAPE: tape})
-        assert sorted(tape.sums) == ([0, 1, 2] if layers is None else [1])
-        losses[name] = torch.stack([tape.loss(target) for target in distiller.targets.weights])
+            model(**inputs, position_ids=positions, use_cache=False, **{REQUEST: request})
+        assert sorted(request.sums) == ([0, 1, 2] if layers is None else [1])
+        losses[name] = torch.stack([request.loss(target) for target in distiller.targets.weights])
     assert losses["images"].max() > 1e-4
     torch.testing.assert_close(losses["images"], losses["embeds"])

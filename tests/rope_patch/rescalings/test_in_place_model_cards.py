@@ -193,7 +193,9 @@ TAKES = {
     **dict.fromkeys(("gpt-oss", "Olmo-3", "a factor of its own", "Llama-3.1", "Llama-4-Scout", "EXAONE-4"), (ANY, "")),
     **dict.fromkeys(("DeepSeek-V3", "DeepSeek-V2-Lite", "Kimi-K2"), ({"abf", "yarn"}, SOFTMAX)),
     "Ministral-3": (ANY - {"drop-rope"}, "scales its queries by how far a position lies beyond 16384"),
-    **dict.fromkeys(("Phi-4-mini", "Phi-3.5-MoE"), ({"abf", "longrope"}, "Transformers takes no such RoPE parameters")),
+    **dict.fromkeys(
+        ("Phi-4-mini", "Phi-3.5-MoE"), ({"abf", "longrope"}, "Transformers does not accept these RoPE parameters")
+    ),
     "Gemma-3": ({"abf", "pi", "drop-rope"}, ""),
     **dict.fromkeys(("Qwen3-Next", "GLM-4.5"), (set(BLOCKS), "")),
 }
@@ -213,7 +215,7 @@ def test_a_rescaling_of_another_type_is_the_card_with_another_block_or_is_refuse
         if card == "Gemma-3":
             options.pop(ORIGIN, None)
         if method not in takes:
-            with pytest.raises(ValueError, match=f"which it would throw away|exact in float32|{reason or '^$'}"):
+            with pytest.raises(ValueError, match=f"which would be lost|exact in float32|{reason or '^$'}"):
                 patch_model(built(card), method, **options)
             continue
         edits = block if method == "abf" else {**DROPPED, **block}

@@ -32,7 +32,7 @@ def test_another_base(method, expected, window):
 
 def test_views_on_dynamic_ntk_are_refused_both_ways():
     model = patch_model(tiny(), "dynamic-ntk", factor=2.0)
-    with pytest.raises(ValueError, match="rope type 'dynamic' picks its frequencies by the longest row"):
+    with pytest.raises(ValueError, match="rope type 'dynamic' chooses its frequencies by the longest sequence"):
         patch_model(model, "skip")
     other = patch_model(tiny(), "skip")
     with pytest.raises(ValueError, match="rope type 'dynamic'"):

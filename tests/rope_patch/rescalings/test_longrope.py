@@ -69,5 +69,7 @@ def test_a_window_that_the_config_overrules_is_refused():
 
 
 def test_a_trained_window_of_one_position_is_refused_as_its_logarithm_is_0():
-    with pytest.raises(ValueError, match="rescaling 'longrope': Transformers takes no such RoPE parameters .* zero"):
+    with pytest.raises(
+        ValueError, match="rescaling 'longrope': Transformers does not accept these RoPE parameters .* zero"
+    ):
         patch_model(tiny(max_position_embeddings=1), "longrope", factor=2.0, long_factor=LONG)

@@ -13,7 +13,7 @@ from rope_patch import patch_model, rope_view
 from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
 from rope_patch.layout.labelled import Labelled
-from rope_patch.losses import TAPE, SelfDistiller, ViewConsistency, ViewTape
+from rope_patch.losses import REQUEST, SelfDistiller, ViewConsistency, ViewRequest
 from rope_patch.views import Compose, LongRecipe, Skip, Uniform
 
 
@@ -150,13 +150,13 @@ def test_self_distillation_in_one_pass_is_that_in_two(kind, view):
         distiller.view.clock.set(3, 0)
         labelled = Labelled.of(data)
         suffix = labelled.suffix_total(distiller.changes.next_first(labelled))
-        tape = ViewTape(labelled, labelled.n_labels, suffix)
+        request = ViewRequest(labelled, labelled.n_labels, suffix)
         inputs = {name: value for name, value in data.items() if name != "labels"}
         with distiller.active():
-            model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-            tape.result.loss.backward()
-        assert tape.result.rows.kl.gt(0).any()
-        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
+            model(**inputs, logits_to_keep=1, use_cache=False, **{REQUEST: request})
+            request.result.loss.backward()
+        assert request.result.rows.kl.gt(0).any()
+        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
     for first, second in zip(*results, strict=True):
         assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
 

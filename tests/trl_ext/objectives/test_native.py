@@ -266,5 +266,5 @@ def test_resuming_and_offloading_give_the_same_run(tmp_path):
 
 def test_documents_beyond_the_window_of_the_teacher_stop_a_run_before_its_first_step(tmp_path):
     data = Dataset.from_list([{"input_ids": [*range(3, 3 + n)]} for n in [12] * 4 + [24]])
-    with pytest.raises(ValueError, match="documents of at most 23 tokens, its window, got one of 24"):
+    with pytest.raises(ValueError, match="documents of at most 23 tokens, its context window, got one of 24"):
         trainer(tmp_path, model=tiny(max_position_embeddings=23), train_dataset=data, **NATIVE)

@@ -8,7 +8,7 @@ from support.training import WAYS, documents, logged, trainer
 from transformers import AutoModelForCausalLM
 
 from rope_patch import describe, load_adapter, patch_model
-from rope_patch.losses import TAPE, CopiedTeacher, RelationDistiller, RelationTargets
+from rope_patch.losses import REQUEST, CopiedTeacher, RelationDistiller, RelationTargets
 from trl_ext import RopeSFTConfig
 
 RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}
@@ -26,9 +26,9 @@ def relation_by_hand(rows):
     for row in rows:
         ids = torch.tensor([row])
         with distiller.active(), torch.no_grad():
-            tape = distiller.tape(ids)
-            model(ids, use_cache=False, **{TAPE: tape})
-        total += sum(tape.loss(name).item() for name in "qkv")
+            request = distiller.request(ids)
+            model(ids, use_cache=False, **{REQUEST: request})
+        total += sum(request.loss(name).item() for name in "qkv")
         tokens += len(row)
     return total / tokens
 

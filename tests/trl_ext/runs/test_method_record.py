@@ -317,6 +317,6 @@ def test_a_push_while_training_goes_on_has_the_rope_of_the_adapter(busy, tmp_pat
 def test_a_run_without_adapters_does_not_begin_in_the_folder_of_one(tmp_path):
     trainer(tmp_path, peft_config=lora(), max_steps=1).save_model()
     run = trainer(tmp_path, max_steps=1)
-    with pytest.raises(ValueError, match="holds an adapter, which Transformers would put on this model's weights"):
+    with pytest.raises(ValueError, match="has an adapter, which Transformers would apply to this model's weights"):
         run.train()
     assert run.state.global_step == 0

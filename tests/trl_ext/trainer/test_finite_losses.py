@@ -5,7 +5,7 @@ import torch
 from support.training import logged, trainer
 from trl import SFTConfig, SFTTrainer
 
-from rope_patch.checkpoints.whole import load_checkpoint
+from rope_patch.checkpoints.checked_loading import load_checkpoint
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
 SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}

@@ -436,7 +436,7 @@ def test_a_collator_that_drops_document_borders_is_refused(tmp_path):
         ),
         (
             {"view": "skip", "objective": "self-distill", "objective_args": {"teacher": "native"}},
-            "teacher='native' reads documents of at most 23 tokens, its window, got one of 24",
+            "teacher='native' reads documents of at most 23 tokens, its context window, got one of 24",
         ),
     ],
     ids=["split", "target", "max-index", "packed", "native-teacher"],

@@ -97,9 +97,9 @@ YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
     [
         (
             {"view": "skip", "view_args": {"skip": Uniform(1, 8)}},
-            r"of positions with several axes \(mRoPE\) no view says what they become",
+            r"views are not defined for positions with several axes \(mRoPE\)",
         ),
-        ({**YARN, "objective": "self-distill", "objective_args": {"teacher": "native"}}, "have no view"),
+        ({**YARN, "objective": "self-distill", "objective_args": {"teacher": "native"}}, "have none: use"),
         ({"shifted_attention": 0.5, "max_length": 64}, "they do not say where documents begin"),
         ({"objective_args": {"longce": {"short_context": 8, "stride": 4}}}, "without its images"),
     ],

@@ -187,7 +187,7 @@ UNREADABLE = {
     "native-distill": ({"objective": "native-distill", **YARN}, "the teacher, .* at most 64 tokens, .* got one of 100"),
     "native teacher": (
         {"objective": "self-distill", "objective_args": {"teacher": "native"}, **YARN},
-        "teacher='native' reads documents of at most 64 tokens, its window, got one of 100",
+        "teacher='native' reads documents of at most 64 tokens, its context window, got one of 100",
     ),
     "view": ({"objective": "self-distill", **POSE}, "view 'pose': documents of 100 tokens reach beyond target=64"),
     "alternating": (

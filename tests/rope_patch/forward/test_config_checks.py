@@ -11,7 +11,7 @@ from support.tiny import tiny, tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from rope_patch import load_adapter, native_rope, patch_model, rope_view, unpatch_model
-from rope_patch.forward.config_agrees import require_frequencies_of_config
+from rope_patch.forward.config_checks import require_frequencies_of_config
 from rope_patch.rescalings.in_place import RopeParameters
 
 IDS = tokens(1, 80)
@@ -30,7 +30,9 @@ def apart(model):
 def test_a_rescaling_of_one_of_two_configs_is_refused():
     model = apart(tiny())
     plain = logits(model)
-    with pytest.raises(ValueError, match="the config of this LlamaForCausalLM is another object"):
+    with pytest.raises(
+        ValueError, match="the config of this LlamaForCausalLM and that of its LlamaModel, .* are different objects"
+    ):
         patch_model(model, "pi", factor=2.0)
     assert torch.equal(logits(model), plain) and not hasattr(model.model, "_rope_patch")
     patch_model(model, "skip")  # writes no config
@@ -45,16 +47,16 @@ def test_what_would_be_saved_as_another_model_is_not_saved(wrap, tmp_path):
     outer = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if wrap else model
     model.config = native
     for call in (lambda: outer.save_pretrained(tmp_path), outer.state_dict, lambda: patch_model(outer, "skip")):
-        with pytest.raises(ValueError, match="what is saved would be another model"):
+        with pytest.raises(ValueError, match="the saved model would be another one"):
             call()
-    with native_rope(outer), pytest.raises(ValueError, match="what is saved would be another model"):
+    with native_rope(outer), pytest.raises(ValueError, match="the saved model would be another one"):
         outer.state_dict()
     model.config = model.model.config
     with native_rope(outer), rope_view(outer, "skip"):
         outer.state_dict()
     outer.save_pretrained(tmp_path)
     model.model.config.rope_parameters = native.rope_parameters  # one object, edited
-    with pytest.raises(ValueError, match="what is saved would be another model"):
+    with pytest.raises(ValueError, match="the saved model would be another one"):
         outer.state_dict()
     unpatch_model(outer).state_dict()
 
@@ -62,7 +64,7 @@ def test_what_would_be_saved_as_another_model_is_not_saved(wrap, tmp_path):
 def test_a_patch_of_the_inner_model_is_saved_with_it_or_not_at_all(tmp_path):
     model = tiny()
     patch_model(model.model, "pi", factor=2.0)
-    with pytest.raises(ValueError, match="what is saved would be another model"):
+    with pytest.raises(ValueError, match="the saved model would be another one"):
         model.save_pretrained(tmp_path)
     model.config = model.model.config
     model.save_pretrained(tmp_path)
@@ -132,7 +134,7 @@ def test_weights_that_were_gathered_elsewhere_are_checked_too(inner, compiled, t
     else:
         model.config = native
     for saved in (model, torch.compile(model, backend="eager")):
-        with pytest.raises(ValueError, match="what is saved would be another model"):
+        with pytest.raises(ValueError, match="the saved model would be another one"):
             saved.save_pretrained(tmp_path, state_dict=gathered)
     assert not any(tmp_path.iterdir())
     model.config = model.model.config

@@ -1,7 +1,7 @@
-"""What a model's config says about RoPE is what the model runs: checked when patching and when saving.
+"""Checks, when patching and when saving, that the model runs with the RoPE of its config.
 
-Transformers writes the config of the outermost model and builds frequencies from those of inner ones, once. Nothing
-keeps them together when one of the objects is replaced or edited.
+Transformers saves the config of the outermost model, and builds frequencies from the configs of inner ones, once.
+These differ if one of the objects is replaced or edited later.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from .state import RopeState
 
 
 def require_one_config(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None:
-    """Raise ValueError if the config of the whole model and of its decoder are apart: a rescaling would be in one."""
+    """Raise ValueError if model and decoder have different config objects: a rescaling would be written to one."""
     if not _holds(causal_lm.config, decoder.config):
         raise ValueError(
-            f"the config of this {type(causal_lm).__name__} is another object than that of its "
-            f"{type(decoder).__name__}, from which frequencies are built: what is written into one would not be saved "
-            "with the other. Give both the same one, e.g. model.config = model.model.config, before patch_model."
+            f"the config of this {type(causal_lm).__name__} and that of its "
+            f"{type(decoder).__name__}, from which frequencies are built, are different objects: a rescaling would not "
+            "be saved. Give both the same one, e.g. model.config = model.model.config, before patch_model."
         )
 
 
@@ -31,14 +31,14 @@ def require_saved_rope(causal_lm: PreTrainedModel, decoder: PreTrainedModel, sta
         if configured != in_force:
             raise ValueError(
                 f"the config of this {type(causal_lm).__name__} has RoPE {configured}, and the model runs with "
-                f"{in_force}: what is saved would be another model. A config that is replaced or edited after "
-                "patch_model does not change the model: put back the one that the decoder had, e.g. "
+                f"{in_force}: the saved model would be another one. Replacing or editing a config after "
+                "patch_model does not change the model: restore the decoder's config, e.g. "
                 "model.config = model.model.config, or call unpatch_model first."
             )
 
 
 def text_config(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> Any:
-    """The config that is saved for `decoder` with the whole model."""
+    """The config of `decoder` that is saved with the whole model."""
     return (
         decoder.config if _holds(causal_lm.config, decoder.config) else causal_lm.config.get_text_config(decoder=True)
     )
@@ -58,14 +58,14 @@ def require_frequencies_of_config(parameters: RopeParameters, decoder: PreTraine
                 continue
             raise ValueError(
                 f"frequencies of this {type(decoder).__name__} ({name}.{buffer_name}) are not those of its config, "
-                f"{module.config.rope_parameters}: the config was edited after the model was built, perhaps as that of "
-                "another model that shares it, or the frequencies were. Give the model the config that it was built "
-                "from, or build it anew with from_pretrained(path, config=config)."
+                f"{module.config.rope_parameters}: the config or the frequencies were edited after the model was "
+                "built, perhaps through another model that shares the config. Restore the config that the model was "
+                "built from, or build it anew with from_pretrained(path, config=config)."
             )
 
 
 def _holds(config: Any, nested: Any) -> bool:
-    """Whether a config is `wanted` or has it inside."""
+    """Whether a config is `nested` or contains it."""
     return config is nested or any(
         _holds(value, nested) for value in vars(config).values() if hasattr(value, "model_type")
     )
