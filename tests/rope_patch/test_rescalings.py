@@ -406,7 +406,7 @@ NTK_FACTOR = r"factor \(2 \* target window / trained window\) must be .* at leas
             {"factor": 2, "mscale": 0.5, "mscale_all_dim": 0.5, "attention_factor": 1.2},
             "mscale must come with mscale_all_dim and without attention_factor",
         ),
-        ("yarn", {"factor": 2, "seed": 1}, "seed and when belong to views"),
+        ("yarn", {"factor": 2, "seed": 1}, "seed and when are arguments of views"),
         ("abf", {"theta": 0}, "rescaling 'abf': theta must be a number above 1, got 0."),
         ("abf", {"theta": 1e6, "max_position_embeddings": 1.5}, "max_position_embeddings must be an integer"),
         ("ntk", {"factor": 0.5}, NTK_FACTOR + "0.5"),

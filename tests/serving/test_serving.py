@@ -61,7 +61,11 @@ def test_every_rescaling_moves_the_logits_by_more_than_the_tolerance(family):
 
 @pytest.mark.parametrize("family", ["Gemma3", "Phi3"])
 def test_what_a_family_does_not_take_is_refused(family):
-    why = "Leave that option out" if family == "Gemma3" else "no such RoPE parameters for model type 'phi3'"
+    why = (
+        "Leave that option out"
+        if family == "Gemma3"
+        else "Transformers does not accept these RoPE parameters for model type 'phi3'"
+    )
     refused = [method for name, method in RESCALINGS.items() if not takes(family, name)]
     assert refused
     for name, options in refused:

@@ -110,7 +110,7 @@ def with_trained_norm():
         ),
         (
             lambda: SelfDistiller(with_flash(), ViewConsistency(), control=Control(kind="attention_noise")),
-            "attention_noise changes scores, which 'flash_attention_2' does not let",
+            "attention_noise changes scores, which 'flash_attention_2' does not allow",
         ),
         (
             lambda: SelfDistiller(patched("standard"), ViewConsistency()),

@@ -295,10 +295,10 @@ AFAR = {"view": "endprompt", "view_args": {"target": 64}, "max_length": 32}
             "cue needs a datasets.Dataset as train_dataset, got IterableDataset",
         ),
         ({**AFAR, "packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' cuts documents"),
-        ({**AFAR, "train_dataset": CHATS, "assistant_only_loss": True}, "cue goes without assistant_only_loss"),
+        ({**AFAR, "train_dataset": CHATS, "assistant_only_loss": True}, "cue does not work with assistant_only_loss"),
         (
             {**AFAR, "train_dataset": CHATS, "chat_template_path": "someone/model"},
-            "cue goes with a chat_template_path that is a file of a template",
+            "cue needs a chat_template_path that is a template file",
         ),
         ({**AFAR, "train_dataset": WITHOUT}, "must have a text in every row: 1 of 2 rows have no 'text'"),
         ({**AFAR, "train_dataset": WITHOUT, "dataset_text_field": "body"}, "must have a column 'body'"),

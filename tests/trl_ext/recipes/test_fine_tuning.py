@@ -142,7 +142,7 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
         (
             "eval_strategy: epoch\nstreaming: true\ntest_split_size: 0.5",
             None,
-            "test_split_size holds out a part of texts that are all at hand",
+            "test_split_size needs the whole dataset",
         ),
     ],
 )
