@@ -50,7 +50,7 @@ def told(packages, commands):
 @pytest.mark.slow
 def test_without_trl_its_commands_name_the_extra(folder):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    commands = [["train", "recipe.yaml"], EXTEND, ["demo", "--output", "demo"], ["methods", "self-distill"]]
+    commands = [["train", "recipe.yaml"], EXTEND, ["demo", "--output", "demo"]]
     for command, (said, status) in zip(commands, told(["trl", "datasets", "peft"], commands), strict=True):
         assert status == "status 2" and said.startswith(f"rope-patch {command[0]}: ")
         assert "pip install 'rope-patch[demo]'" in said or "pip install 'rope-patch[trl]'" in said
