@@ -174,7 +174,8 @@ def _run_stages(
     """Train the stages that are not finished yet, and export the result of the last one."""
     ranks = PartialState()  # every rank runs this function, and the first one writes
     texts = [_text(stage) for stage in stages]
-    contents = {f"text of {s.name}": _digests(text) for s, text in zip(stages, texts, strict=True)}
+    hashed: dict[str, str] = {}  # stages mostly read the same text, which may be large
+    contents = {f"text of {s.name}": _digests(text, hashed) for s, text in zip(stages, texts, strict=True)}
     if begun:
         known = {name: contents[name] for name in (f"text of {stage.name}" for stage in begun)}
         require_same_settings(root / RECORD, known, "output_dir", {name: name for name in known})
@@ -212,15 +213,23 @@ def _settings(stages: Sequence[Stage], begun: Sequence[Stage]) -> dict[str, Any]
     return {"stages": [stage.name for stage in stages], **{f"stage {stage.name}": stage.settings for stage in begun}}
 
 
-def _digests(splits: Mapping[str, Any]) -> dict[str, str | None]:
-    """SHA-256 of the rows of each split, None for a stream; fingerprints of `datasets` differ between processes."""
-    digests: dict[str, str | None] = {}
+def _digests(splits: Mapping[str, Any], hashed: dict[str, str]) -> dict[str, str | None]:
+    """SHA-256 of the rows of each split, None for a stream; fingerprints of `datasets` differ between processes.
+
+    Args:
+        splits: of a text.
+        hashed: fingerprint -> digest of what this process has hashed already; it is added to.
+    """
+    digests: dict[str, str | None] = dict.fromkeys(splits)
     for name, split in splits.items():
-        digest = hashlib.sha256() if isinstance(split, Dataset) else None
-        if digest is not None:
+        if not isinstance(split, Dataset):
+            continue
+        if split._fingerprint not in hashed:
+            digest = hashlib.sha256()
             for batch in split.with_format("arrow").iter(100):
                 digest.update(repr(batch.to_pylist()).encode())
-        digests[name] = None if digest is None else digest.hexdigest()
+            hashed[split._fingerprint] = digest.hexdigest()
+        digests[name] = hashed[split._fingerprint]
     return digests
 
 
