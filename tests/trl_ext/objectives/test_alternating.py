@@ -11,11 +11,10 @@ EXTEND = {"objective": "self-distill", "view": "skip", "view_args": {"skip": Uni
 PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
 
 
-@pytest.mark.parametrize("way", ["padded", "accumulated", "checkpointed", "packed"])
-def test_each_step_has_the_loss_of_its_own_objective(way, tmp_path):
-    options = {"train_dataset": documents(4), "learning_rate": 0.0, "shuffle_dataset": False, "max_steps": 6, **PI}
-    options |= WAYS[way]
-    both = trainer(tmp_path, **options, **EXTEND, objective_args={"restore": {"every": 3, "v": 0.5}})
+def test_each_step_has_the_loss_of_its_own_objective(tmp_path):
+    options = {"train_dataset": documents(4), "learning_rate": 0.0, "shuffle_dataset": False, "max_steps": 3, **PI}
+    options |= WAYS["checkpointed"]
+    both = trainer(tmp_path, **options, **EXTEND, objective_args={"restore": {"every": 2, "v": 0.5}})
     extend = trainer(tmp_path, **options, **EXTEND)
     restore = trainer(tmp_path, **options, objective="relation-distill", objective_args={"v": 0.5})
     results = {}
@@ -23,7 +22,7 @@ def test_each_step_has_the_loss_of_its_own_objective(way, tmp_path):
         run.train()
         results[name] = logged(run, "loss", "grad_norm", "relation", "kl", "ce", "view")
     for step, entry in enumerate(results["both"]):
-        alone = results["restore" if step in (2, 5) else "extend"][step]
+        alone = results["restore" if step == 1 else "extend"][step]
         assert entry == pytest.approx(alone, rel=1e-4, nan_ok=True), step
 
 
@@ -55,21 +54,15 @@ def test_a_copy_serves_both(tmp_path):
 
 
 def test_resuming_in_a_step_that_restores(tmp_path):
-    options = {
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        **EXTEND,
-        **PI,
-        "objective_args": {"restore": {"every": 2}},
-    }
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, **EXTEND, **PI}
+    options["objective_args"] = {"restore": {"every": 2}}
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     whole = trainer(tmp_path, peft_config=config, **options)
     whole.train()
     again = trainer(tmp_path, peft_config=config, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     names = ("loss", "relation", "kl")
-    assert logged(again, *names)[-3:] == logged(whole, *names)[-3:]
+    assert logged(again, *names)[1:] == logged(whole, *names)[1:]
 
 
 def test_without_a_rescaling_there_is_nothing_to_restore(tmp_path):

@@ -1,7 +1,6 @@
 """A checkpoint of another method is not resumed; the same one, said otherwise, is, and so is one without a record."""
 
 import json
-import shutil
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
@@ -11,30 +10,22 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.tiny import tiny
-from support.training import documents, logged, tokenizer, trainer
-from transformers import AutoModelForCausalLM
+from support.training import logged, tokenizer, trainer
 from trl import SFTConfig, SFTTrainer
 
 from rope_patch import load_adapter, patch_model
-from rope_patch.forward.state import state_of
-from rope_patch.rope.rotary import find_decoder
 from rope_patch.views import Discrete, PosAug, Uniform, View
 from rope_patch.views.base import as_recipe
 from trl_ext import RopeSFTConfig
-from trl_ext.runs.method_record import RECORD_NAME
+from trl_ext.runs.method_record import RECORD_NAME, record_of, require_same_method, training_method
 
 SKIP = {"view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 SELF = {"objective": "self-distill", **SKIP}
 RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}}
 LONGCE = {"objective_args": {"longce": {"short_context": 6, "stride": 4}}}
 COMPOSE = {"views": [{"view": "skip", "skip": Uniform(1, 8)}, {"view": "posaug", "alpha": Discrete([1, 2])}]}
-END = {
-    "view": "endprompt",
-    "cue": "word",
-    "processing_class": tokenizer(),
-    "rescale": "pi",
-    "rescale_args": {"factor": 2.0},
-}
+CUE = {"view": "endprompt", "cue": "word", "processing_class": tokenizer(), "rescale": "pi"}
+CUE |= {"rescale_args": {"factor": 2.0}, "view_args": {"target": 128}}
 
 
 def lora():
@@ -48,24 +39,25 @@ def saved(folder, **options):
     return run
 
 
-@pytest.fixture(scope="module")
-def saved_once(tmp_path_factory):
-    """A function that fills a folder as `saved` does; equal options are trained once."""
-    made = {}
-
-    def fill(folder, **options):
-        if str(options) not in made:
-            made[str(options)] = tmp_path_factory.mktemp("made")
-            saved(made[str(options)], **options)
-        shutil.copytree(made[str(options)], folder, dirs_exist_ok=True)
-
-    return fill
-
-
 def resumed(folder, **options):
     run = trainer(folder, **{"max_steps": 2, **options})
     run.train(resume_from_checkpoint=True)
     return run
+
+
+def method(model_view=None, **options):
+    """The method of a run with these options; `model_view` is one that the model came with."""
+    args = RopeSFTConfig(**{"output_dir": "out", "use_cpu": True, "bf16": False, "max_length": 64, **options})
+    seed = args.seed if args.view_seed is None else args.view_seed
+    return training_method(args, args.make_view() if model_view is None else model_view, seed)
+
+
+def recorded(folder, method):
+    """`folder/checkpoint-1` with the record of a method."""
+    checkpoint = folder / "checkpoint-1"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / RECORD_NAME).write_text(json.dumps(record_of(method, {})))
+    return checkpoint
 
 
 OTHERS = [
@@ -128,24 +120,16 @@ OTHERS = [
     ({}, {"trainable": "qkv"}, "trainable='all'", "trainable='qkv'"),
     ({}, {"shifted_attention": 0.25}, "shifted_attention=None", "shifted_attention=0.25"),
     ({}, {"long_documents": "split"}, "long_documents='truncate'", "long_documents='split'"),
-    (
-        {**END, "view_args": {"target": 128}},
-        {**END, "view_args": {"target": 128}, "cue": "w3", "objective_args": {"cue_weight": 0.1}},
-        "objective_args.cue_weight=1.0, view_args.cue_tokens=2, cue='End.'",
-        "objective_args.cue_weight=0.1, view_args.cue_tokens=1, cue='w3'",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("before", "now", "was", "given"), OTHERS, ids=[case[3].partition("=")[0] for case in OTHERS])
-def test_a_checkpoint_of_another_method_is_not_resumed(before, now, was, given, saved_once, tmp_path):
-    saved_once(tmp_path, **before)
-    run = trainer(tmp_path, **now, max_steps=2)
+def test_a_checkpoint_of_another_method_is_not_resumed(before, now, was, given, tmp_path):
+    checkpoint = recorded(tmp_path, method(**before))
     with pytest.raises(ValueError, match="Give the values that it was trained with, or start a new run") as error:
-        run.train(resume_from_checkpoint=True)
+        require_same_method(method(**now), checkpoint)
     first, _, second = str(error.value).partition(", and this run has ")
     assert "checkpoint-1 was trained with " in first and was in f"{first}, and" and given in second
-    assert run.state.global_step == 0 and not run.state.log_history, "it stopped before the first step"
 
 
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
@@ -155,9 +139,21 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
     run.save_model(str(tmp_path / "last"))
     for folder in ("checkpoint-1", "last"):
         assert json.loads((tmp_path / folder / RECORD_NAME).read_text())["view_args"]["skip"]["high"] == 40
+    other = trainer(tmp_path, **{**options, "view_args": {"skip": Uniform(1, 20)}}, max_steps=2)
     with pytest.raises(ValueError, match="'high': 40}, and this run has view_args.skip=.*'high': 20}"):
-        resumed(tmp_path, **{**options, "view_args": {"skip": Uniform(1, 20)}})
+        other.train(resume_from_checkpoint=True)
+    assert other.state.global_step == 0 and not other.state.log_history, "it stopped before the first step"
     assert resumed(tmp_path, **options).state.global_step == 2
+
+
+def test_a_cue_is_compared_by_its_text_and_its_tokens(tmp_path):
+    checkpoint = recorded(tmp_path, trainer(tmp_path, **CUE)._record.method)
+    require_same_method(trainer(tmp_path, **{**CUE, "cue": "End."})._record.method, checkpoint)
+    other = trainer(tmp_path, **{**CUE, "cue": "w3", "objective_args": {"cue_weight": 0.1}})._record.method
+    wanted = "objective_args.cue_weight=1.0, view_args.cue_tokens=2, cue='End.', and this run has "
+    wanted += "objective_args.cue_weight=0.1, view_args.cue_tokens=1, cue='w3'"
+    with pytest.raises(ValueError, match=wanted):
+        require_same_method(other, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -192,33 +188,34 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
             {**RELATION, "objective_args": {"layers": (0, 2)}},
             {**RELATION, "objective_args": {"layers": [0, 2], "q": 1, "logit_kl": None}, "teacher_offload": True},
         ),
-        ({**END, "view_args": {"target": 128}}, {**END, "view_args": {"target": 128}, "cue": "End."}),
+        (
+            SKIP,
+            {
+                **SKIP,
+                "learning_rate": 1e-4,
+                "lr_scheduler_type": "linear",
+                "max_steps": 3,
+                "logging_steps": 3,
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": 2,
+                "max_grad_norm": 1.0,
+            },
+        ),
     ],
-    ids=["json", "tuples", "numbers", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "cue"],
+    ids=["json", "tuples", "numbers", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "of-trl"],
 )
-def test_the_same_method_said_otherwise_goes_on(before, now, saved_once, tmp_path, caplog):
-    saved_once(tmp_path, **before)
-    with caplog.at_level("WARNING"):
-        assert resumed(tmp_path, **now).state.global_step == 2
-    assert RECORD_NAME not in caplog.text
-
-
-def test_what_trl_decides_may_change(tmp_path):
-    saved(tmp_path, **SKIP)
-    options = {
-        "learning_rate": 1e-4, "lr_scheduler_type": "linear", "max_steps": 3, "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2,
-        "eval_dataset": documents(2), "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 1.0,
-    }  # fmt: skip
-    assert resumed(tmp_path, **SKIP, **options).state.global_step == 3
+def test_the_same_method_written_in_another_way_goes_on(before, now, tmp_path, caplog):
+    require_same_method(method(**now), recorded(tmp_path, method(**before)))
+    assert not caplog.text
 
 
 def test_a_view_that_the_model_came_with_counts_like_one_of_the_config(tmp_path):
-    saved(tmp_path, model=patch_model(tiny(), PosAug(Uniform(1, 4)), seed=7))
+    checkpoint = recorded(
+        tmp_path, trainer(tmp_path, model=patch_model(tiny(), PosAug(Uniform(1, 4)), seed=7))._record.method
+    )
     with pytest.raises(ValueError, match="view='posaug', and this run has view='standard'"):
-        resumed(tmp_path)
-    run = resumed(tmp_path, view="posaug", view_args={"alpha": Uniform(1, 4)}, view_seed=7)
-    assert state_of(find_decoder(run.model)).ended == (PosAug(Uniform(1, 4)), "train")
+        require_same_method(method(), checkpoint)
+    require_same_method(method(PosAug(Uniform(1, 4)), view_seed=7), checkpoint)
 
 
 @dataclass(frozen=True)
@@ -236,41 +233,36 @@ class Stretch(View):
 
 
 def test_a_view_of_ones_own_is_compared_too(tmp_path):
-    saved(tmp_path, model=patch_model(tiny(), Stretch(Fraction(3, 2))))
+    checkpoint = recorded(tmp_path, method(Stretch(Fraction(3, 2))))
     with pytest.raises(ValueError, match="view_args.by='Fraction\\(3, 2\\)', and this run has view_args.by='Fraction"):
-        resumed(tmp_path, model=patch_model(tiny(), Stretch(Fraction(2))))
-    assert resumed(tmp_path, model=patch_model(tiny(), Stretch(Fraction(6, 4)))).state.global_step == 2
+        require_same_method(method(Stretch(Fraction(2))), checkpoint)
+    require_same_method(method(Stretch(Fraction(6, 4))), checkpoint)
 
 
-@pytest.mark.parametrize("plain", [True, False], ids=["trl", "earlier"])
-def test_a_checkpoint_without_a_record_is_resumed_with_a_warning(plain, tmp_path, caplog):
-    classes = {"trainer_class": SFTTrainer, "config_class": SFTConfig} if plain else {}
-    saved(tmp_path, **classes, **({} if plain else SKIP))
-    (tmp_path / "checkpoint-1" / RECORD_NAME).unlink(missing_ok=plain)
+def test_a_checkpoint_of_plain_trl_is_resumed_with_a_warning(tmp_path, caplog):
+    saved(tmp_path, trainer_class=SFTTrainer, config_class=SFTConfig)
     with caplog.at_level("WARNING"):
         assert resumed(tmp_path, view="cyclic").state.global_step == 2
     assert caplog.text.count(f"checkpoint-1 has no {RECORD_NAME}") == 1
 
 
-def test_a_record_of_another_version_is_compared_where_both_say_something(tmp_path):
-    saved(tmp_path, **SKIP)
-    file = tmp_path / "checkpoint-1" / RECORD_NAME
+def test_a_record_of_another_version_is_compared_where_both_have_a_field(tmp_path):
+    checkpoint = recorded(tmp_path, method(**SKIP))
+    file = checkpoint / RECORD_NAME
     record = json.loads(file.read_text())
     del record["shifted_attention"], record["view_args"]["split"]
     file.write_text(json.dumps({**record, "of_a_later_version": 3}))
-    assert resumed(tmp_path, **SKIP).state.global_step == 2
+    require_same_method(method(**SKIP), checkpoint)
     file.write_text(json.dumps({**record, "format": 2}))
     with pytest.raises(ValueError, match=f"{RECORD_NAME} must be of format 1, .* Update rope-patch to read it"):
-        resumed(tmp_path, **SKIP)
+        require_same_method(method(**SKIP), checkpoint)
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
-def test_a_new_run_starts_from_the_weights_of_the_checkpoint(peft, tmp_path):
+def test_a_new_run_starts_from_the_weights_of_the_checkpoint(tmp_path):
     """The way out that the error names."""
-    options = {**SKIP, "rescale": "pi", "rescale_args": {"factor": 2.0}, "peft_config": lora() if peft else None}
+    options = {**SKIP, "rescale": "pi", "rescale_args": {"factor": 2.0}, "peft_config": lora()}
     first = saved(tmp_path / "first", **options)
-    folder = tmp_path / "first" / "checkpoint-1"
-    model = load_adapter(tiny(), folder, is_trainable=True) if peft else AutoModelForCausalLM.from_pretrained(folder)
+    model = load_adapter(tiny(), tmp_path / "first" / "checkpoint-1", is_trainable=True)
     trained = {name: p for name, p in first.model.named_parameters() if p.requires_grad}
     second = trainer(tmp_path / "second", model=model, view="cyclic", max_steps=1)
     weights = dict(second.model.named_parameters())
@@ -280,17 +272,15 @@ def test_a_new_run_starts_from_the_weights_of_the_checkpoint(peft, tmp_path):
     assert logged(second, "loss")
 
 
-def test_every_field_of_ours_is_compared_or_may_change(tmp_path):
+def test_every_field_of_ours_is_compared_or_may_change():
     """A field that is added later is to be thought of here."""
     may_change = {"teacher_offload", "long_rows"}
     by_rescaling = {"rescale", "rescale_args"}  # require_same_rope
-    recorded = trainer(tmp_path, **SKIP)._record.method.keys()
     ours = {f.name for f in fields(RopeSFTConfig)} - {f.name for f in fields(SFTConfig)}
-    assert recorded == ours - may_change - by_rescaling
+    assert method(**SKIP).keys() == ours - may_change - by_rescaling
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["at once", "while another is under way"])
-def test_a_push_while_training_goes_on_has_the_rope_of_the_adapter(busy, tmp_path, monkeypatch):
+def test_a_push_while_training_goes_on_has_the_rope_of_the_adapter(tmp_path, monkeypatch):
     pushed = []
 
     class Hub:
@@ -300,18 +290,15 @@ def test_a_push_while_training_goes_on_has_the_rope_of_the_adapter(busy, tmp_pat
     # the one that this version of Transformers calls
     monkeypatch.setattr("transformers.trainer.hf_api", Hub, raising=False)
     monkeypatch.setattr("transformers.trainer.upload_folder", Hub().upload_folder, raising=False)
-    run = trainer(
-        tmp_path, rescale="yarn", rescale_args={"factor": 2.0}, peft_config=lora(), max_steps=1,
-        save_strategy="steps", save_steps=1,
-    )  # fmt: skip
-    run.train()
-    run.hub_model_id, run.push_in_progress = "owner/model", SimpleNamespace(is_done=lambda: not busy)
-    run._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    run = saved(tmp_path, rescale="yarn", rescale_args={"factor": 2.0}, peft_config=lora())
     ours = {"adapter_model.safetensors", "adapter_config.json", "rope_patch.json", "rope_patch_training.json"}
-    assert not (busy and any((tmp_path / name).exists() for name in ours))
-    assert pushed == [] if busy else ours <= pushed[0]
-    if not busy:
-        load_adapter(tiny(), tmp_path)
+    for is_done in (False, True):  # of another push
+        run.hub_model_id, run.push_in_progress = "owner/model", SimpleNamespace(is_done=lambda done=is_done: done)
+        run._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+        if not is_done:
+            assert pushed == [] and not any((tmp_path / name).exists() for name in ours)
+    assert ours <= pushed[0]
+    load_adapter(tiny(), tmp_path)
 
 
 def test_a_run_without_adapters_does_not_begin_in_the_folder_of_one(tmp_path):
