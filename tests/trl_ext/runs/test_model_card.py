@@ -1,6 +1,7 @@
 """The card beside what a trainer saves: what it was made from and how, and code that loads it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from support.cards import card_in, run_code
 from support.hub import publish, use_cache
 from support.tiny import WINDOW, tiny
 from support.training import documents, tokenizer, trainer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, get_scheduler
 
 from rope_patch.model_card import OTHER_CARD_NAME, RECORD_NAME, BaseModel, facts_of, read_runs
 from rope_patch.views import Uniform
-from trl_ext.runs.model_card import DatasetFacts
+from trl_ext import RopeSFTConfig
+from trl_ext.runs.model_card import DatasetFacts, _learning_rate
 
 YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
 SKIP = {"view": "skip", "view_args": {"skip": Uniform(1, 40)}}
@@ -32,10 +34,12 @@ def base(tmp_path):
     return tmp_path / "secret" / "base"
 
 
-def trained(folder, base, **options):
+def saved(folder, base, steps=0, **options):
+    """The trainer of a run that was saved, after as many steps."""
     model = AutoModelForCausalLM.from_pretrained(base)
-    run = trainer(folder, model=model, **{"max_steps": 2, **options})
-    run.train()
+    run = trainer(folder, model=model, **{"max_steps": max(steps, 1), **options})
+    if steps:
+        run.train()
     run.save_model()
     return run
 
@@ -47,7 +51,7 @@ def row(card, name):
 
 
 def test_the_card_of_a_whole_model(tmp_path, base, monkeypatch):
-    run = trained(tmp_path / "out", base, **YARN, **SKIP, objective="self-distill", train_dataset=named_documents())
+    run = saved(tmp_path / "out", base, 2, **YARN, **SKIP, objective="self-distill", train_dataset=named_documents())
     card = card_in(tmp_path / "out")
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
     assert {"rope-patch", "trl", "sft", "generated_from_trainer"} <= set(card.data.tags)
@@ -80,9 +84,11 @@ def test_the_card_of_a_whole_model(tmp_path, base, monkeypatch):
         ("constant", 4, "0.01, constant"),  # which has no warm-up
     ],
 )
-def test_the_learning_rate_is_one_that_the_run_had(schedule, warmup, wanted, tmp_path, base):
-    trained(tmp_path / "out", base, lr_scheduler_type=schedule, warmup_steps=warmup)
-    assert row(card_in(tmp_path / "out"), "Learning rate") == wanted
+def test_the_learning_rate_is_one_that_the_run_had(schedule, warmup, wanted, tmp_path):
+    args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, learning_rate=0.01, lr_scheduler_type=schedule)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.01)
+    scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=2)
+    assert _learning_rate(SimpleNamespace(args=args, lr_scheduler=scheduler, steps=2)) == wanted
 
 
 def named_documents():
@@ -92,8 +98,8 @@ def named_documents():
 
 
 def test_the_card_of_an_adapter(tmp_path, base, monkeypatch):
-    run = trained(tmp_path / "out", base, **YARN, peft_config=lora(), save_strategy="steps", save_steps=2)
-    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+    run = saved(tmp_path / "out", base, 1, **YARN, peft_config=lora(), save_strategy="steps", save_steps=1)
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-1"):
         card = card_in(folder)
         assert card.data.library_name == "peft" and card.data.base_model is None
         assert row(card, "Weights trained") == "adapters, LoRA of rank 4 on q_proj, v_proj"
@@ -159,7 +165,7 @@ def test_the_revision_of_a_model_given_by_name_is_that_of_its_loading(tmp_path, 
 
 
 def test_the_contract_of_trl(tmp_path, base):
-    run = trained(tmp_path / "out", base)
+    run = saved(tmp_path / "out", base)
     run.create_model_card(model_name="owner/My model", dataset_name="owner/texts", tags="mine")
     card = card_in(tmp_path / "out")
     assert card.text.lstrip().startswith("# My model")
@@ -170,7 +176,7 @@ def test_the_contract_of_trl(tmp_path, base):
 
 @pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapter"])
 def test_a_page_of_the_user_is_kept(peft, tmp_path, base):
-    run = trained(tmp_path / "out", base, peft_config=lora() if peft else None)
+    run = saved(tmp_path / "out", base, peft_config=lora() if peft else None)
     page = tmp_path / "out" / "README.md"
     page.write_text(page.read_text().replace("# out", "# My own words"))
     run.create_model_card()
@@ -181,7 +187,7 @@ def test_a_page_of_the_user_is_kept(peft, tmp_path, base):
 
 def test_a_page_that_peft_touched_is_not_taken_for_the_users(tmp_path, base):
     """As pushing does: the card is made once more while the adapter is being saved."""
-    run = trained(tmp_path / "out", base, peft_config=lora())
+    run = saved(tmp_path / "out", base, peft_config=lora())
     save = run._save
 
     def save_and_push(*args, **kwargs):
@@ -194,8 +200,8 @@ def test_a_page_that_peft_touched_is_not_taken_for_the_users(tmp_path, base):
 
 
 def test_a_second_training_goes_on_from_the_card_of_the_first(tmp_path, base):
-    trained(tmp_path / "one", base, **YARN)
-    trained(tmp_path / "two", tmp_path / "one", **SKIP)
+    saved(tmp_path / "one", base, **YARN)
+    saved(tmp_path / "two", tmp_path / "one", **SKIP)
     runs = read_runs(tmp_path / "two")
     assert [run["view"] for run in runs] == ["standard", "skip"]
     card = card_in(tmp_path / "two")
@@ -205,23 +211,20 @@ def test_a_second_training_goes_on_from_the_card_of_the_first(tmp_path, base):
 
 
 def test_a_run_that_goes_on_from_its_own_checkpoint_is_one_run(tmp_path, base):
-    options = {**YARN, "save_strategy": "steps", "save_steps": 1}
-    trained(tmp_path / "out", base, **options)
-    last = tmp_path / "out" / "checkpoint-2"
-    model = AutoModelForCausalLM.from_pretrained(last)
-    run = trainer(tmp_path / "out", model=model, max_steps=3, save_strategy="no")
+    saved(tmp_path / "out", base, 1, **YARN, save_strategy="steps", save_steps=1)
+    last = tmp_path / "out" / "checkpoint-1"
+    run = trainer(tmp_path / "out", model=AutoModelForCausalLM.from_pretrained(last), max_steps=2)
     run.train(resume_from_checkpoint=str(last))
     run.save_model()
     (only,) = read_runs(tmp_path / "out")
-    assert only["run"]["steps"] == 3
+    assert only["run"]["steps"] == 2
 
 
 def test_a_model_without_rope_has_a_card_without_a_window(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 101, "bos_token_id": 1, "eos_token_id": 2}
-    run = trainer(tmp_path / "out", model=GPT2LMHeadModel(GPT2Config(**shape)), max_steps=1)
-    run.train()
+    run = trainer(tmp_path / "out", model=GPT2LMHeadModel(GPT2Config(**shape)))
     run.save_model()
     card = card_in(tmp_path / "out")
     assert "## Context window" not in card.text and "## Serving" not in card.text and "## Training" in card.text
@@ -260,17 +263,17 @@ def test_rows_of_tokens_are_not_counted_as_documents(tmp_path, base):
     """A document may have given several: a restoration cuts each into rows before it trains."""
     assert DatasetFacts.of(documents()).documents is None
     assert DatasetFacts.of(Dataset.from_list([{"text": "a"}, {"text": "b"}])).documents == 2
-    trained(tmp_path / "out", base)
+    saved(tmp_path / "out", base)
     card = card_in(tmp_path / "out")
     assert "| Documents |" not in card.text and row(card, "Rows") == "24"
 
 
 def test_the_record_of_an_earlier_version_is_read(tmp_path, base):
-    trained(tmp_path / "one", base, **YARN)
+    saved(tmp_path / "one", base, **YARN)
     file = tmp_path / "one" / RECORD_NAME
     record = json.loads(file.read_text())
     del record["run"]
     file.write_text(json.dumps(record))
-    trained(tmp_path / "two", tmp_path / "one")
+    saved(tmp_path / "two", tmp_path / "one")
     assert len(read_runs(tmp_path / "two")) == 2
     card_in(tmp_path / "two")

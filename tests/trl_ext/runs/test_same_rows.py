@@ -8,60 +8,68 @@ from support.training import documents, trainer
 
 from rope_patch.model_card import RECORD_NAME
 from trl_ext import RopeSFTConfig
-from trl_ext.runs.same_rows import _HASHED, data_facts
+from trl_ext.runs.same_rows import _HASHED, data_facts, require_same_data
 
 
 def run_of(folder, rows=None, **options):
     options = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1, **options}
-    run = trainer(folder, **options)
+    run = trainer(folder, **{"long_documents": "truncate", **options})
     if rows is not None:
         run.train_dataset = rows
     return run
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A checkpoint of one step, and its record; no test writes there."""
+    folder = tmp_path_factory.mktemp("begun")
+    run_of(folder, max_steps=1).train()
+    return folder / "checkpoint-1", json.loads((folder / "checkpoint-1" / RECORD_NAME).read_text())
+
+
+def recorded(folder, record):
+    (folder / RECORD_NAME).write_text(json.dumps(record))
+    return str(folder)
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"rows": documents(20)}, "has 24 training rows, and this run has 20"),
         ({"rows": documents(seed=1)}, "has training rows of other tokens than this run"),
         ({"max_length": 16}, "has training rows of other tokens than this run"),
-        ({"seed": 7}, "in the order 'random, seed 0', and this run in 'random, seed 7'"),
-        ({"data_seed": 7}, "in the order 'random, seed 0', and this run in 'random, seed 7'"),
+        ({"seed": 7}, "in the order 'random, seed 42', and this run in 'random, seed 7'"),
+        ({"data_seed": 7}, "in the order 'random, seed 42', and this run in 'random, seed 7'"),
         ({"train_sampling_strategy": "sequential"}, "this run in 'sequential'"),
     ],
     ids=["fewer", "other", "max_length", "seed", "data_seed", "sequential"],
 )
-def test_other_rows_are_not_resumed_but_from_the_first_one_on(options, said, tmp_path):
-    before = {"seed": 0, "long_documents": "truncate"}
-    run_of(tmp_path, max_steps=1, **before).train()
-    run = run_of(tmp_path, max_steps=2, **{**before, **options})
+def test_other_rows_are_not_resumed(options, message, begun, tmp_path):
+    run = run_of(tmp_path, max_steps=2, **options)
     with pytest.raises(ValueError, match="or ignore_data_skip=True, which begins") as error:
-        run.train(resume_from_checkpoint=True)
-    assert said in str(error.value) and run.state.global_step == 0
-    again = run_of(tmp_path, max_steps=2, ignore_data_skip=True, **{**before, **options})
-    again.train(resume_from_checkpoint=True)
+        require_same_data(run.train_dataset, run.args, str(begun[0]))
+    assert message in str(error.value)
+
+
+def test_a_run_stops_before_its_first_step_unless_it_begins_with_the_first_row(begun, tmp_path):
+    run = run_of(tmp_path, documents(20), max_steps=2)
+    with pytest.raises(ValueError, match="has 24 training rows, and this run has 20"):
+        run.train(resume_from_checkpoint=str(begun[0]))
+    assert run.state.global_step == 0
+    again = run_of(tmp_path, documents(20), max_steps=2, ignore_data_skip=True)
+    again.train(resume_from_checkpoint=str(begun[0]))
     assert again.state.global_step == 2
 
 
-def test_the_same_rows_go_on_and_so_do_those_of_which_nothing_is_recorded(tmp_path):
-    run_of(tmp_path, max_steps=1).train()
-    run_of(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
-    file = tmp_path / "checkpoint-2" / RECORD_NAME
-    record = json.loads(file.read_text())
+def test_the_same_rows_go_on_and_what_only_one_record_has_is_not_compared(begun, tmp_path):
+    run, record = run_of(tmp_path), begun[1]
+    require_same_data(run.train_dataset, run.args, str(begun[0]))
+    assert record["run"]["row_hashes"].pop("labels")  # as another version wrote it
+    record["run"]["row_hashes"]["completion_mask"] = "0"
+    require_same_data(run.train_dataset, run.args, recorded(tmp_path, record))
     for name in ("row_hashes", "order"):  # as an earlier version wrote it
         assert record["run"].pop(name)
-    file.write_text(json.dumps(record))
-    run_of(tmp_path, documents(20), max_steps=3).train(resume_from_checkpoint=True)
-
-
-def test_columns_that_another_version_makes_besides_are_not_compared(tmp_path):
-    run_of(tmp_path, max_steps=1).train()
-    file = tmp_path / "checkpoint-1" / RECORD_NAME
-    record = json.loads(file.read_text())
-    assert record["run"]["row_hashes"].pop("labels")
-    record["run"]["row_hashes"]["completion_mask"] = "0"
-    file.write_text(json.dumps(record))
-    run_of(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+    require_same_data(documents(20), run.args, recorded(tmp_path, record))
 
 
 def test_every_token_and_mask_of_up_to_so_many_rows_counts_and_their_form_does_not(tmp_path):
