@@ -18,13 +18,13 @@ from rope_patch.families.attention_calls import attention_kernel
 from rope_patch.layout.document_lengths import longest_document
 from rope_patch.losses import CopiedTeacher
 from rope_patch.rope.rotary import find_causal_lm
-from trl_ext.memory.offloaded import offloaded_checkpoints
-from trl_ext.memory.tiled import TILE, tiled
 
 from ..engines.sequence_ranks import SequenceRanks
 from ..engines.sharding import Sharding
+from .offloaded import offloaded_checkpoints
 from .plan import GIB, MemoryPlan, plan_memory
 from .step import MASKS_TO
+from .tiled import TILE, tiled
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
@@ -89,8 +89,10 @@ def plan_long_rows(
     Returns:
         The plan, and the context that steps run in, None if they need none.
     """
-    rows = _row_length(args, train_dataset)
-    plan = plan_memory(model, args, rows, args.device, args.long_rows, Sharding.of(accelerator))
+    longest = None if args.packing else longest_document(train_dataset)
+    # TRL may not have truncated to max_length; None if only reading all rows would tell
+    row_length = args.max_length if longest is None else longest
+    plan = plan_memory(model, args, row_length, args.device, args.long_rows, Sharding.of(accelerator))
     if args.process_index == 0:
         (logger.warning if plan.on else logger.info)(str(plan))
     if not plan.on and (not plan.mask_free or ranks is not None):
@@ -99,12 +101,6 @@ def plan_long_rows(
         offload_optimizer(args, plan, args.device)
     copies = [] if teacher_copy is None else [teacher_copy.copy]
     return plan, LongRowTraining(model, plan, *copies, shared=ranks is not None)
-
-
-def _row_length(args: "RopeSFTConfig", train_dataset: Any) -> int | None:
-    """Tokens of the longest row, None if only reading all rows would tell."""
-    longest = None if args.packing else longest_document(train_dataset)
-    return args.max_length if longest is None else longest  # TRL may not have truncated
 
 
 def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.device) -> bool:

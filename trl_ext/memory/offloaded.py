@@ -39,10 +39,10 @@ class OnHost(saved_tensors_hooks):
         super().__init__(_to_host, _from_host)
 
 
-_Held = tuple[torch.device, torch.Size, list[torch.Tensor]]
+_OnHost = tuple[torch.device, torch.Size, list[torch.Tensor]]
 
 
-def _to_host(tensor: torch.Tensor) -> _Held:
+def _to_host(tensor: torch.Tensor) -> _OnHost:
     pinned = tensor.device.type != "cpu"
     numbers = PIECE // tensor.element_size()
     pieces = []
@@ -54,8 +54,8 @@ def _to_host(tensor: torch.Tensor) -> _Held:
     return tensor.device, tensor.shape, pieces
 
 
-def _from_host(held: _Held) -> torch.Tensor:
-    device, shape, pieces = held
+def _from_host(offloaded: _OnHost) -> torch.Tensor:
+    device, shape, pieces = offloaded
     tensor = torch.empty(shape, dtype=pieces[0].dtype, device=device)
     for part, piece in zip(tensor.view(-1).split(PIECE // tensor.element_size()), pieces, strict=True):
         part.copy_(piece, non_blocking=device.type != "cpu")
@@ -73,17 +73,16 @@ def offloaded_checkpoints(model: nn.Module, n_layers: int) -> Iterator[None]:
         model: bare or wrapped, with checkpointing switched on.
         n_layers: of its decoder.
     """
+
+    def offloaded(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # while the layer runs, hooks of the checkpoint lie above these, and save nothing of what is inside
+        with OnHost():
+            return checkpoint(*args, **kwargs)
+
     with ExitStack() as stack:
         for layer in checkpointed_layers(model)[:n_layers]:
             if layer.gradient_checkpointing:
-                own = layer._gradient_checkpointing_func
-                layer._gradient_checkpointing_func = partial(_offloaded, own)
-                stack.callback(setattr, layer, "_gradient_checkpointing_func", own)
+                checkpoint = layer._gradient_checkpointing_func
+                layer._gradient_checkpointing_func = partial(offloaded, checkpoint)
+                stack.callback(setattr, layer, "_gradient_checkpointing_func", checkpoint)
         yield
-
-
-def _offloaded(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The output of the checkpointed layer, whose saved inputs (hidden states) are offloaded."""
-    # while the layer runs, the checkpoint's own hooks lie above these, and save nothing of what is inside
-    with OnHost():
-        return checkpoint(function, *args, **kwargs)

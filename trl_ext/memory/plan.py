@@ -15,11 +15,11 @@ from rope_patch.attention.rows import why_masks_stay
 from rope_patch.families.attention_calls import attention_kernel
 from rope_patch.losses.teacher import adapter_layers
 from rope_patch.rope.rotary import find_causal_lm, find_decoder, text_modules
-from trl_ext.memory.offloaded import checkpointed_layers, pinned_bytes
-from trl_ext.memory.tiled import TILE
 
 from ..engines.sharding import Sharding
-from .step import CHUNK, MASKS_TO, ModelSize, Step, in_flight_of_layer, saved_of_layer, states_of_loss
+from .offloaded import checkpointed_layers, pinned_bytes
+from .step import MASKS_TO, ModelSize, Step, bytes_of_loss, in_flight_of_layer, saved_of_layer
+from .tiled import TILE
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
@@ -35,17 +35,17 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory that a training step needs, in bytes, and whether its rows are treated as long.
+    """Bytes that a training step needs, and whether its rows are treated as long.
 
     Args:
         tokens: of a row, with padding, times rows of a batch.
-        fixed: weights, gradients and, on the device, the optimizer's states; a frozen copy that teaches; 16-bit copies
-            that autocast keeps of float32 weights. Of parts that an engine splits over ranks, one rank's.
+        fixed: weights, gradients and, on the device, states of the optimizer; a frozen copy that teaches; 16-bit
+            copies of float32 weights that autocast keeps. Of what an engine splits over ranks, the part of one rank.
         optimizer: the part of `fixed` that is states.
         checkpoints: activations that layers save, checkpointed or not.
         freed: the part of `checkpoints` that is freed as gradients are made.
-        layer: memory of one layer while its backward runs.
-        layer_in_tiles: that in tiles, without masks, plus the layer's input, which comes back from the host.
+        layer: one layer while its backward runs.
+        layer_in_tiles: a layer in tiles without masks, and its input, which comes back from the host.
         loss: logits that exist at a time, and hidden states that are compared; freed before layers run backward.
         beside: tensors that the objective keeps while layers run.
         capacity: memory of the device for a step.
@@ -141,12 +141,15 @@ def plan_memory(
     factors = args.objective_options.activation_factors(find_decoder(model).config, moved, shared=sharding.row > 1)
     if row_length is not None:
         row_length = math.ceil(row_length / sharding.row)
-    size, step = ModelSize.of(find_causal_lm(model)), _step(model, args, row_length, device)
+    size, step = ModelSize.of(find_causal_lm(model)), _step(model, args, row_length)
     tokens = args.per_device_train_batch_size * (row_length or 0)
     layers = checkpointed_layers(model) if args.gradient_checkpointing else []
     fixed, gradients, optimizer = _fixed_bytes(model, args, sharding)
+    compiled_calls = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
+    # torch.compile would compile again wherever attention is patched
+    is_compiled = args.torch_compile or is_compiled_module(model) or any(call is not None for call in compiled_calls)
     may_be_long = row_length is None or row_length >= MASKS_TO
-    mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
+    mask_free = mode != "off" and may_be_long and not is_compiled and why_masks_stay(model) is None
     # engines that split weights compute with them in 16 bits
     of_layer = replace(step, weight_bytes=2) if step.autocast and sharding.weights > 1 else step
     layer, in_tiles = _layer_bytes(model, args, size, of_layer, factors.at_once * tokens, sharding, mask_free=mask_free)
@@ -155,45 +158,55 @@ def plan_memory(
     kept = checkpoint if args.gradient_checkpointing else int(factors.graphs * tokens * saved_of_layer(size, step))
     checkpoints = size.n_layers * kept + checkpoint  # the last norm's input too
     keeps_both = args.gradient_accumulation_steps > 1 or sharding.buffers  # DeepSpeed's are of gradients
-    freed = 0 if keeps_both else min(checkpoints, gradients)
     host = host_memory() if host is None else host
     offloaded_layers = 0
     if device.type != "cpu":
         offloaded_layers = min(len(layers), host // pinned_bytes(checkpoint))
-    in_tiles += checkpoint if offloaded_layers else 0
-    loss = tokens * states_of_loss(size, step, factors.states)
-    if args.has_own_loss or args.loss_type != "nll":  # TRL's own has few logits at a time
-        loss += min(CHUNK["cuda"], (1 + step.teacher) * tokens * size.vocabulary * 4) * 11 // 10
-    loss += 4 * _numel(_head(model)) * _head(model).requires_grad  # its gradient, as the loss sums it up
-    beside = int(factors.beside * tokens * state)
-    capacity = device_memory(device)
-    needed = fixed + checkpoints - freed + beside + max(layer, loss)
-    on, reason = _decide(mode, args, row_length, needed, capacity, device)
-    return MemoryPlan(
+    head = _head(model)
+    plan = MemoryPlan(
         tokens=tokens,
         fixed=fixed,
         optimizer=optimizer,
         checkpoints=checkpoints,
-        freed=freed,
+        freed=0 if keeps_both else min(checkpoints, gradients),
         layer=layer,
-        layer_in_tiles=in_tiles,
-        loss=loss,
-        beside=beside,
-        capacity=capacity,
+        layer_in_tiles=in_tiles + (checkpoint if offloaded_layers else 0),
+        loss=bytes_of_loss(size, step, tokens, _numel(head) * head.requires_grad, factors.states),
+        beside=int(factors.beside * tokens * state),
+        capacity=device_memory(device),
         host=host,
         offloaded_layers=offloaded_layers,
         offloaded=offloaded_layers * checkpoint,
-        on=on,
+        on=mode == "on",
         mask_free=mask_free,
-        reason=reason,
+        reason=f"long_rows={mode!r} asks for it.",
         sharding=sharding,
     )
+    return plan if mode != "auto" else _decided(plan, args, row_length, device)
 
 
-def _step(model: nn.Module, args: "RopeSFTConfig", row_length: int | None, device: torch.device) -> Step:
+def _decided(plan: MemoryPlan, args: "RopeSFTConfig", row_length: int | None, device: torch.device) -> MemoryPlan:
+    """The plan with long_rows="auto": on where a step does not fit the device."""
+    on = False
+    if device.type == "cpu":
+        reason = "training runs on the CPU, whose memory is the host's."
+    elif not args.gradient_checkpointing:
+        reason = "gradient_checkpointing is off, and long rows need it."
+    elif row_length is None:
+        reason = "the length of rows is not known before they are read; give max_length, or long_rows='on'."
+    else:
+        on = plan.needed > plan.capacity
+        room = f"the device has {plan.capacity / GIB:.1f} GiB for a step"
+        reason = f"{room}, which is {'too little' if on else 'enough'}."
+    return replace(plan, on=on, reason=reason)
+
+
+def _step(model: nn.Module, args: "RopeSFTConfig", row_length: int | None) -> Step:
     """The step of a trainer, for estimates of its memory."""
     adapted = adapter_layers(model)
-    trains_mlp = _trains_feed_forward(find_decoder(model))
+    causal_lm: Any = find_causal_lm(model)
+    mlps = [module for _, module in text_modules(find_decoder(model)) if type(module).__name__.endswith("MLP")]
+    trains_mlp = any(parameter.requires_grad for mlp in mlps for parameter in mlp.parameters())  # or adapters on them
     return Step(
         train="lora" if adapted else "all" if trains_mlp else "qkv",
         lora_rank=max((max(getattr(layer, "r", {}).values(), default=0) for layer in adapted), default=0),
@@ -201,9 +214,8 @@ def _step(model: nn.Module, args: "RopeSFTConfig", row_length: int | None, devic
         autocast=args.bf16 or args.fp16,
         checkpointing=args.gradient_checkpointing,
         teacher=args.objective_options.needs_teacher,
-        weight_bytes=_embeddings(model).element_size(),
-        device=device.type,
-        own_loss=args.has_own_loss,
+        weight_bytes=causal_lm.get_input_embeddings().weight.element_size(),
+        own_loss=args.has_own_loss or args.loss_type != "nll",  # TRL's loss has few logits at a time
         adapts_mlp=bool(adapted) and trains_mlp,
     )
 
@@ -219,43 +231,8 @@ def _moved_share(args: "RopeSFTConfig", row_length: int | None) -> float:
     return float((share > 0).double().mean())
 
 
-def _trains_feed_forward(decoder: nn.Module) -> bool:
-    """Whether weights of feed-forward layers, or adapters on them, are trained."""
-    layers = (module for _, module in text_modules(decoder) if type(module).__name__.endswith("MLP"))
-    return any(parameter.requires_grad for layer in layers for parameter in layer.parameters())
-
-
-def _is_compiled(model: nn.Module, args: "RopeSFTConfig") -> bool:
-    """Whether torch.compile runs the model, or will: it would recompile wherever attention is patched."""
-    calls = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
-    return args.torch_compile or is_compiled_module(model) or any(call is not None for call in calls)
-
-
-def _embeddings(model: nn.Module) -> torch.Tensor:
-    """The embeddings of tokens, [vocabulary, hidden]."""
-    layer: Any = find_causal_lm(model).get_input_embeddings()
-    weight: torch.Tensor = layer.weight
-    return weight
-
-
-def _decide(
-    mode: LongRows, args: "RopeSFTConfig", row_length: int | None, needed: int, capacity: int, device: torch.device
-) -> tuple[bool, str]:
-    """Whether rows are treated as long, and why."""
-    if mode != "auto":
-        return mode == "on", f"long_rows={mode!r} asks for it."
-    if device.type == "cpu":
-        return False, "training runs on the CPU, whose memory is the host's."
-    if not args.gradient_checkpointing:
-        return False, "gradient_checkpointing is off, and long rows need it."
-    if row_length is None:
-        return False, "the length of rows is not known before they are read; give max_length, or long_rows='on'."
-    fits = f"the device has {capacity / GIB:.1f} GiB for a step"
-    return needed > capacity, f"{fits}, which is {'too little' if needed > capacity else 'enough'}."
-
-
 def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig", sharding: Sharding) -> tuple[int, int, int]:
-    """Bytes on a rank of everything that does not grow with rows, and of it those of gradients and optimizer states."""
+    """Bytes on a rank of what does not grow with rows, and the parts that are gradients and states of the optimizer."""
     bits_16 = args.bf16 or args.fp16
     upcasts = bits_16 and sharding.optimizer > 1  # engines that split states train float32 numbers
 

@@ -117,7 +117,7 @@ class Step:
         accumulates: whether gradients of several rows are added before a step.
         weight_bytes: of a value of the weights. `extend` trains 4; only weights under adapters are in 16 bits.
         device: "cuda" or "cpu".
-        own_loss: whether the loss is that of objective "native-distill", with a teacher or without.
+        own_loss: whether the loss is not TRL's next-token loss, which has few logits at a time.
         adapts_mlp: whether there are adapters on MLPs too.
     """
 
@@ -211,10 +211,7 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     masks = (1 + c) * n * n if windowed and n < MASKS_TO else 0
     kept = masks + size.n_layers * n * (w * hidden if step.checkpointing else saved_of_layer(size, step))
     in_flight = n * in_flight_of_layer(size, step, blocks=windowed and not masks)
-    logits = 0
-    if step.teacher or step.own_loss:
-        logits = min(CHUNK[step.device], (1 + step.teacher) * n * size.vocabulary * 4)
-    loss = n * states_of_loss(size, step) + (4 * head if step.train == "all" else 0) + logits * 11 // 10
+    loss = bytes_of_loss(size, step, n, head if step.train == "all" else 0)
     gradients = t * trained
     return Memory(
         weights=w * size.parameters + (t * trained if lora else 0),
@@ -259,9 +256,21 @@ def in_flight_of_layer(size: ModelSize, step: Step, *, blocks: bool) -> int:
     return in_flight + (int(4 * c * size.queries * (1 + size.keys_in_block)) if blocks else 0)
 
 
-def states_of_loss(size: ModelSize, step: Step, states: float = 2.0) -> int:
-    """Bytes a token of the hidden states that a loss compares, of their gradient, and of what is multiplied."""
-    return int(size.hidden * ((1 + states) * step.weight_bytes + step.product_bytes))
+def bytes_of_loss(size: ModelSize, step: Step, tokens: int, trained_head: int, states: float = 2.0) -> int:
+    """Bytes that exist while the loss is formed, as `peak_memory` sums them.
+
+    Args:
+        size: of the model.
+        step: what is done.
+        tokens: that are read at once.
+        trained_head: parameters of the head with a gradient.
+        states: hidden states [tokens, hidden] that the loss compares, and their gradients.
+    """
+    hidden = tokens * int(size.hidden * ((1 + states) * step.weight_bytes + step.product_bytes))
+    logits = 0
+    if step.teacher or step.own_loss:
+        logits = min(CHUNK[step.device], (1 + step.teacher) * tokens * size.vocabulary * 4)
+    return hidden + 4 * trained_head + logits * 11 // 10
 
 
 def attention_linears(decoder: nn.Module) -> list[tuple[str, Any]]:

@@ -32,36 +32,27 @@ def tiled_modules(model: nn.Module) -> list[nn.Module]:
     found = []
     for _, module in text_modules(find_decoder(model)):
         kind = type(module)
-        is_per_token = kind.__name__.endswith(_PER_TOKEN) and _takes_one_tensor(kind)
-        if (is_per_token or _is_adapted(module)) and not _is_partitioned(module):
+        takes_one_tensor = len(inspect.signature(kind.forward).parameters) == 2  # self and the tensor
+        is_per_token = kind.__name__.endswith(_PER_TOKEN) and takes_one_tensor
+        # PEFT casts the inputs of an adapted matrix to the adapter's dtype, once for each matrix
+        is_adapted = isinstance(getattr(module, "base_layer", None), nn.Linear) and hasattr(module, "active_adapters")
+        # hooks of DeepSpeed ZeRO-3 gather weights once for each call of a module
+        is_partitioned = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+        if (is_per_token or is_adapted) and not is_partitioned:
             found.append(module)
     return found
-
-
-def _takes_one_tensor(kind: type[nn.Module]) -> bool:
-    return len(inspect.signature(kind.forward).parameters) == 2  # self and the tensor
-
-
-def _is_adapted(module: Any) -> bool:
-    """Whether PEFT has adapted a matrix: its adapter casts the inputs to its own dtype, once for each matrix."""
-    return isinstance(getattr(module, "base_layer", None), nn.Linear) and hasattr(module, "active_adapters")
-
-
-def _is_partitioned(module: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO-3 holds the weights, which its hooks gather once for each call of a module."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 @contextmanager
 def tiled(model: nn.Module, tile: int = TILE) -> Iterator[None]:
     """Run feed-forward layers and norms of a model on `tile` tokens at a time, forward and backward.
 
-    With f such a layer and x_i tiles of its input x, the output is that of f, [f(x_1), f(x_2), ...]. Backward runs
-    f(x_i) again, one tile after the other, and forms the gradients of x and of the weights from them: those of f up to
-    the order in which sums are formed. The layer keeps x alone. Inside a checkpointed Transformers layer this costs no
-    additional work, as the checkpoint's recompute ends where x is known.
+    With f such a layer and x_i tiles of its input x, the output is [f(x_1), f(x_2), ...]. Backward runs f(x_i) again,
+    one tile after the other, for the gradients of x and of the weights: those of f up to the order of sums. The layer
+    keeps x alone. Inside a checkpointed layer of Transformers this costs no additional work, as the recompute of the
+    checkpoint ends where x is known.
 
-    Backward has to run inside the block too, where layers are checkpointed. Modules get their own forward back.
+    Where layers are checkpointed, backward has to run inside the block too. At its end modules get their forward back.
 
     Args:
         model: bare or wrapped.
@@ -69,16 +60,12 @@ def tiled(model: nn.Module, tile: int = TILE) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for module in tiled_modules(model):
-            stack.callback(_restore, module, vars(module).get("forward"))
+            if "forward" in vars(module):  # another patch's
+                stack.callback(setattr, module, "forward", module.forward)
+            else:
+                stack.callback(delattr, module, "forward")
             module.forward = _TiledForward(module, module.forward, tile)
         yield
-
-
-def _restore(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
 
 
 class _TiledForward:
@@ -136,7 +123,14 @@ class _Tiled(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, kept: tuple[torch.Tensor], forward: _TiledForward, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.kept, ctx.run, ctx.n_weights = kept, forward, len(weights)
-        ctx.autocast = _autocast(x.device.type)
+        device = x.device.type
+        # without its cache: later forwards have no use for weights that a backward casts
+        ctx.autocast = {
+            "device_type": device,
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
+            "cache_enabled": False,
+        }
         ctx.draws = _Draws(x) if any(is_noisy(module) for module in forward.module.modules()) else None
         return _in_tiles(forward.forward, x, forward.tile)
 
@@ -148,47 +142,33 @@ class _Tiled(torch.autograd.Function):
         assert len(weights) == ctx.n_weights, "weights were frozen or unfrozen between forward and backward"
         grad_x = torch.empty_like(x) if needs_x else None
         sums: list[torch.Tensor | None] = [None] * len(weights)
-        device_type, autocast = ctx.autocast
         with (
             torch.enable_grad(),
-            _kept_where_they_are(),
-            torch.autocast(device_type, **autocast),
+            # what a tile saves stays on its device, whatever hooks are in force: its backward follows at once
+            saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+            torch.autocast(**ctx.autocast),
             nullcontext() if ctx.draws is None else ctx.draws.again(),
         ):
             for first in range(0, x.shape[1], run.tile):
                 tile = slice(first, first + run.tile)
                 part = x[:, tile].detach().requires_grad_(needs_x)
                 output = run.forward(part)
-                wanted = [*([part] if needs_x else []), *weights]
-                found = list(torch.autograd.grad(output, wanted, grad[:, tile], allow_unused=True))
+                inputs = [*([part] if needs_x else []), *weights]
+                gradients = list(torch.autograd.grad(output, inputs, grad[:, tile], allow_unused=True))
                 if grad_x is not None:
-                    grad_x[:, tile] = found.pop(0)
-                _add(sums, found)
+                    grad_x[:, tile] = gradients.pop(0)
+                _add(sums, gradients)
         cast = [s if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True)]
         return grad_x, None, None, *cast
 
 
-def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
+def _add(sums: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
     """Add gradients of a tile in float32 or better: sums in 16 bits would lose the contributions of the last tiles."""
-    for i, gradient in enumerate(found):
-        if gradient is None:
-            continue
-        exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        own = sums[i]
-        sums[i] = exact if own is None else own.add_(exact)
-
-
-def _autocast(device_type: str) -> tuple[str, dict[str, Any]]:
-    """The current autocast without its cache: later forwards have no use for weights that a backward casts."""
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return device_type, {"enabled": enabled, "dtype": dtype, "cache_enabled": False}
-
-
-@contextmanager
-def _kept_where_they_are() -> Iterator[None]:
-    """Tensors that a tile saves stay on their device, whatever hooks are in force: their backward follows at once."""
-    with saved_tensors_hooks(lambda x: x, lambda x: x):
-        yield
+    for i, gradient in enumerate(gradients):
+        if gradient is not None:
+            exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            before = sums[i]
+            sums[i] = exact if before is None else before.add_(exact)
 
 
 class _Draws:

@@ -1,6 +1,5 @@
 """Two objectives in one run: the second, at true positions, replaces the first in every n-th optimizer step."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -45,24 +44,19 @@ class AlternatingObjective(Objective):
     def check_documents(self, lengths: torch.Tensor) -> None:
         self.extend.check_documents(lengths)
 
-    def evaluation_loss(self, means: dict[str, float]) -> float | None:
-        return self.extend.evaluation_loss(means)
-
     @property
     def teacher(self) -> Any:  # type: ignore[override]
-        """The pretrained model of either objective; they share it if both have one."""
+        """The pretrained model, which the objectives share if both have one."""
         return self.extend.teacher or self.restore.teacher
+
+    @property
+    def forward_loss(self) -> Any:  # type: ignore[override]
+        """Of the current objective."""
+        return self.current.forward_loss
 
     @property
     def draws(self) -> bool:
         return self.current is self.extend and self.extend.draws
-
-    @property
-    def shard(self) -> Any:
-        return self.current.shard
-
-    def active(self) -> AbstractContextManager[None]:
-        return self.current.active()
 
     def read(self, batch: dict[str, Any]) -> Any:
         return self.current.read(batch)
@@ -75,5 +69,6 @@ class AlternatingObjective(Objective):
     ) -> tuple[torch.Tensor, dict[str, Part]]:
         if self.current is self.extend:
             return self.extend.loss(model, inputs, read, counts, batch_counts)
+        # relations are those of the positions that the pretrained model knows
         with rope_view(self.restore.forward_loss.decoder, "standard"):
             return self.restore.loss(model, inputs, read, counts, batch_counts)

@@ -50,12 +50,15 @@ class ActivationFactors:
 class ObjectiveOptions:
     """Options of an objective: a field for each one in `objective_args`, which the docstring explains under `Args`.
 
-    Options that belong together are a field of their own, a dataclass, which a recipe gives as a mapping.
+    Options that belong together are one field, a dataclass, which a recipe gives as a mapping.
     """
+
+    takes_dft: ClassVar[bool] = False
+    """Whether its next-token loss can be that of TRL's `loss_type="dft"`."""
 
     @classmethod
     def of(cls, args: "RopeSFTConfig") -> Self:
-        """Those in `args.objective_args`, checked.
+        """Read and check `args.objective_args`.
 
         Raises:
             ValueError: an option is unknown, missing, out of its range, or does not go with the rest of the config.
@@ -82,11 +85,6 @@ class ObjectiveOptions:
         return False
 
     @property
-    def takes_dft(self) -> bool:
-        """Whether its next-token loss can be that of TRL's `loss_type="dft"`."""
-        return False
-
-    @property
     def compares_forwards(self) -> bool:
         """Whether the loss compares forwards of a step, so that dropout or other noise would count as a difference."""
         return True
@@ -102,7 +100,7 @@ class ObjectiveOptions:
         return False
 
     def activation_factors(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> ActivationFactors:
-        """What of a batch lives at a time, at most: for estimates of memory.
+        """The most activations that live at a time, for estimates of memory.
 
         Args:
             config: of the decoder.
@@ -141,6 +139,8 @@ class Objective:
     shares_sequences: ClassVar[bool] = False
     """Whether several ranks may share a sequence: `read`, `counts` and the divisors of `loss` are then those of whole
     rows, and sums of a loss those of the tokens, or heads, of `shard`."""
+    _forward_options: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of the model's forward."""
 
     options: Any
 
@@ -158,7 +158,7 @@ class Objective:
 
     @classmethod
     def build(cls, model: nn.Module, args: "RopeSFTConfig", accelerator: Accelerator) -> "Objective":
-        """The objective, or what alternates with it, that `args` asks for."""
+        """Make the objective of `args`, or the two that alternate."""
         return cls(model, args, accelerator)
 
     @property
@@ -195,11 +195,11 @@ class Objective:
         return self.forward_loss.active()
 
     def read(self, batch: dict[str, Any]) -> Any:
-        """What `counts` and `loss` need of a batch, read once: here which tokens are no padding, bool [batch, n]."""
+        """Read what `counts` and `loss` need of a batch: by default a mask of real tokens, bool [batch, n]."""
         return real_tokens(batch["input_ids"], batch.get("attention_mask"))
 
     def counts(self, read: Any) -> dict[str, int]:
-        """The divisors of a batch's sums; they are added up over an optimizer step."""
+        """Count what a batch's sums are divided by; counts are added up over an optimizer step."""
         return {"tokens": int(read.sum())}
 
     def loss(
@@ -215,8 +215,8 @@ class Objective:
             batch_counts: of the batch alone.
 
         Returns:
-            The loss, and its parts before weighting, each as its sum over the batch's own tokens, documents or rows,
-            and the number of those: over all batches of a step their means are what the loss is made of.
+            The loss, and its parts before weighting, each as its sum over the batch's tokens, documents or rows and
+            the number of those. The loss of a step is made of the means over all its batches.
         """
         request = self._request(inputs, read, counts)
         tie = self._call(model, inputs, request)
@@ -237,7 +237,8 @@ class Objective:
         The loss needs no logits; those of the last token are what wrappers that wait for all gradients want.
         """
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-        outputs = model(**inputs, **self._forward_options(), logits_to_keep=1, use_cache=False, **{REQUEST: request})
+        inputs |= {**self._forward_options, "logits_to_keep": 1, "use_cache": False, REQUEST: request}
+        outputs = model(**inputs)
         zero: torch.Tensor = 0.0 * outputs.logits.float().sum()
         return zero
 
@@ -266,9 +267,6 @@ class Objective:
     def _request(self, inputs: dict[str, Any], read: Any, counts: dict[str, int]) -> Any:
         batch = inputs if self.shard is None else self.shard.batch
         return self.forward_loss.request(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
-
-    def _forward_options(self) -> dict[str, Any]:
-        return {}
 
     def _combine(
         self, request: Any, counts: dict[str, int], batch_counts: dict[str, int]

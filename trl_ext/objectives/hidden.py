@@ -1,7 +1,8 @@
 """objective="hidden-distill": short-text distillation of LongReD, a baseline."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -41,6 +42,7 @@ class HiddenObjective(Objective):
     synonyms = ("longred",)
     shares_sequences = True
     options_class = HiddenOptions
+    _forward_options: ClassVar[Mapping[str, Any]] = {"output_hidden_states": True}
     options: HiddenOptions
     forward_loss: HiddenDistiller
 
@@ -49,9 +51,6 @@ class HiddenObjective(Objective):
 
     def check_length(self, length: int) -> None:
         self._warn_beyond_window(length)
-
-    def _forward_options(self) -> dict[str, Any]:
-        return {"output_hidden_states": True}
 
     def _combine(
         self, request: Any, counts: dict[str, int], batch_counts: dict[str, int]

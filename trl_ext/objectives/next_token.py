@@ -26,9 +26,10 @@ class WeighedTokens(ObjectiveOptions):
 
     Args:
         longce: weighs each token's cross-entropy by how much its long context helps, e.g. `{"short_context": 4096}`;
-            None weighs all alike.
+            None gives all tokens the same weight.
     """
 
+    takes_dft = True
     longce: LongCE | None = None
 
     def check_run(self, args: "RopeSFTConfig") -> None:
@@ -51,10 +52,6 @@ class WeighedTokens(ObjectiveOptions):
     @property
     def counts_every_token(self) -> bool:
         return False
-
-    @property
-    def takes_dft(self) -> bool:
-        return True
 
     @property
     def reads_short_contexts(self) -> bool:

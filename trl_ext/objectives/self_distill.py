@@ -180,7 +180,15 @@ class SelfDistillObjective(NextTokenObjective):
         options = self.options
         self._max_copies = 0.0 if options.passes == "sequential" else options.max_copies or 1.0
         if self._max_copies < 1:
-            self._allow_two_calls()
+            if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+                raise ValueError(
+                    "passes='sequential' and max_copies have two backward passes a batch, DeepSpeed one: use FSDP2, "
+                    "which shards weights as ZeRO-3 does, or leave them out of objective_args."
+                )
+            logger.info(
+                "Views run one after the other, each with its own backward, where one forward would copy more than "
+                f"{self._max_copies:.0%} of a row."
+            )
         return SelfDistiller(
             model,
             options,
@@ -188,17 +196,6 @@ class SelfDistillObjective(NextTokenObjective):
             teacher=self._native(model) if options.teacher == "native" else None,
             control=options.control,
             one_pass=options.passes != "two" and SequenceRanks.of(self.accelerator) is None,
-        )
-
-    def _allow_two_calls(self) -> None:
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise ValueError(
-                "passes='sequential' and max_copies have two backward passes a batch, DeepSpeed one: use FSDP2, which "
-                "shards weights as ZeRO-3 does, or leave them out of objective_args."
-            )
-        logger.info(
-            "Views run one after the other, each with its own backward, where one forward would copy more than "
-            f"{self._max_copies:.0%} of a row."
         )
 
     def begin(self, step: int | None, first_document: int = 0) -> None:
@@ -256,7 +253,7 @@ class SelfDistillObjective(NextTokenObjective):
                 first = self._call(model, inputs, earlier) + earlier.result.loss
             factor = gradient_factor(self.accelerator, over_all_ranks=self.args.average_tokens_across_devices)
             self.accelerator.backward(first * factor)
-        request = ViewRequest(read, counts["labels"], self._kl_divisor(counts), earlier)
+        request = self._request(inputs, read, counts, earlier)
         tie = self._call(model, inputs, request)
         loss, parts = self._combine(request, counts, batch_counts)
         return loss + tie + first.detach(), parts
@@ -277,11 +274,10 @@ class SelfDistillObjective(NextTokenObjective):
             counts["compared"] = self.forward_loss.kl_count(read)
         return counts
 
-    def _kl_divisor(self, counts: dict[str, int]) -> int:
-        return max(1, counts.get("compared", 1))
-
-    def _request(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> ViewRequest:
-        return ViewRequest(read, counts["labels"], self._kl_divisor(counts))
+    def _request(
+        self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], earlier: StandardRequest | None = None
+    ) -> ViewRequest:
+        return ViewRequest(read, counts["labels"], max(1, counts.get("compared", 1)), earlier)
 
     def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:
         parts = super()._parts(result, labelled, batch_counts)
@@ -292,28 +288,20 @@ class SelfDistillObjective(NextTokenObjective):
         if not self.options.kl_weight and self.forward_loss.decoder.training:
             return parts  # no KL was computed
         parts["kl"] = (result.rows.kl.double() * result.kl_factor).sum(), batch_counts["compared"]
-        return {**parts, **self._by_depth(result, labelled), **self._by_skip(result, labelled)}
-
-    def _by_depth(self, result: ConsistencyLoss, labelled: Labelled) -> dict[str, Part]:
-        """Mean KL of the queries in each quarter of their document."""
-        length = labelled.documents.length.expand_as(labelled.t)
-        return _by_quarter("kl/depth", result, labelled.t, length)
-
-    def _by_skip(self, result: ConsistencyLoss, labelled: Labelled) -> dict[str, Part]:
-        """Mean KL of the queries that the view moves, by how far: in quarters of the largest skip that it draws."""
+        t, length = labelled.t, labelled.documents.length
+        parts |= _by_quarter("kl/depth", result, t, length.expand_as(t))
         source = self.forward_loss.view
-        largest = None if source is None else source.view.largest_skip(labelled.documents.length)
-        if source is None or largest is None:
-            return {}
-        assert source.last is not None
-        t = labelled.t
-        skip = source.view.rope_index(t, source.last.parameters) - t  # 0 in a prefix, which no quarter has
-        return _by_quarter("kl/skip", result, skip - 1, largest.expand_as(skip))
+        largest = None if source is None else source.view.largest_skip(length)
+        if source is not None and largest is not None:
+            assert source.last is not None
+            skip = source.view.rope_index(t, source.last.parameters) - t  # 0 in a prefix, which no quarter has
+            parts |= _by_quarter("kl/skip", result, skip - 1, largest.expand_as(skip))
+        return parts
 
 
 def _by_quarter(name: str, result: ConsistencyLoss, value: torch.Tensor, end: torch.Tensor) -> dict[str, Part]:
-    """KL of the queries whose value is in each quarter of [0, end), and their number."""
-    quarter = (4 * value // end.clamp(min=1)).clamp(max=3).flatten()
+    """KL of the queries whose value is in each quarter of [0, end), both [batch, n], and their number."""
+    quarter = (4 * value // end.clamp(min=1)).clamp(max=3).flatten()  # [batch * n]
     chosen = result.in_kl.flatten()
     parts: dict[str, Part] = {}
     for i in range(4):
