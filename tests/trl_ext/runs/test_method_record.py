@@ -1,4 +1,4 @@
-"""A checkpoint of another method is not resumed; the same one, said otherwise, is, and so is one without a record."""
+"""A checkpoint of another method is not resumed; one of the same method is, and so is one without a record."""
 
 import json
 from dataclasses import dataclass, fields
@@ -22,7 +22,6 @@ from trl_ext.runs.method_record import RECORD_NAME, record_of, require_same_meth
 SKIP = {"view": "skip", "view_args": {"skip": Uniform(1, 40)}}
 SELF = {"objective": "self-distill", **SKIP}
 RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}}
-LONGCE = {"objective_args": {"longce": {"short_context": 6, "stride": 4}}}
 COMPOSE = {"views": [{"view": "skip", "skip": Uniform(1, 8)}, {"view": "posaug", "alpha": Discrete([1, 2])}]}
 CUE = {"view": "endprompt", "cue": "word", "processing_class": tokenizer(), "rescale": "pi"}
 CUE |= {"rescale_args": {"factor": 2.0}, "view_args": {"target": 128}}
@@ -62,7 +61,6 @@ def recorded(folder, method):
 
 OTHERS = [
     (SKIP, {"view": "cyclic"}, "view='skip', and", "view='cyclic'."),
-    ({}, SKIP, "view='standard', and", "view='skip'."),
     (SKIP, {**SKIP, "view_args": {"skip": Uniform(1, 20)}}, "'high': 40}", "'high': 20}."),
     (SKIP, {"view": "skip"}, "view_args.skip={'law': 'uniform', 'low': 1, 'high': 40}", "'low': 1}."),
     (
@@ -73,7 +71,6 @@ OTHERS = [
     ),
     ({**SKIP, "seed": 3}, {**SKIP, "seed": 4}, "view_seed=3", "view_seed=4"),
     (SKIP, SELF, "objective='clm'", "objective='self-distill'"),
-    (SELF, {**SELF, "objective_args": {"kl_weight": 2.0}}, "kl_weight=1.0", "kl_weight=2.0"),
     (
         SELF,
         {**SELF, "objective_args": {"reduction": "token", "direction": "forward"}},
@@ -81,14 +78,8 @@ OTHERS = [
         "objective_args.direction='forward', objective_args.reduction='token'",
     ),
     (
-        {"objective": "self-distill", "objective_args": {"control": {"kind": "dropout"}}},
-        {"objective": "self-distill", "objective_args": {"control": {"kind": "dropout", "strength": 0.2}}},
-        "objective_args.control.strength=0.1",
-        "objective_args.control.strength=0.2",
-    ),
-    (
-        {**SELF, **RELATION, "objective": "self-distill", "objective_args": {"restore": {"every": 2}}},
-        {**SELF, **RELATION, "objective": "self-distill", "objective_args": {"restore": {"every": 3, "v": 0.5}}},
+        {**SELF, "objective_args": {"restore": {"every": 2}}},
+        {**SELF, "objective_args": {"restore": {"every": 3, "v": 0.5}}},
         "objective_args.restore.v=1.0, objective_args.restore.every=2",
         "objective_args.restore.v=0.5, objective_args.restore.every=3",
     ),
@@ -99,27 +90,11 @@ OTHERS = [
         "objective_args.logit_kl={'weight': 0.5",
     ),
     (
-        {"objective": "hidden-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}},
-        {**RELATION, "objective": "hidden-distill", "objective_args": {"weight": 2.0}},
-        "objective_args.weight=5.0",
-        "objective_args.weight=2.0",
+        {},
+        {"trainable": "qkv", "shifted_attention": 0.25, "long_documents": "split"},
+        "trainable='all', long_documents='truncate', shifted_attention=None",
+        "trainable='qkv', long_documents='split', shifted_attention=0.25",
     ),
-    (
-        {**RELATION, "objective": "native-distill"},
-        {**RELATION, "objective": "native-distill", "objective_args": {"clm_weight": 0.0}},
-        "objective_args.clm_weight=0.1",
-        "objective_args.clm_weight=0.0",
-    ),
-    (SKIP, {**SKIP, **LONGCE}, "objective_args.longce=None", "objective_args.longce={'short_context': 6"),
-    (
-        LONGCE,
-        {**LONGCE, "objective_args": {"longce": {"short_context": 7, "stride": 4}}},
-        "objective_args.longce.short_context=6",
-        "objective_args.longce.short_context=7",
-    ),
-    ({}, {"trainable": "qkv"}, "trainable='all'", "trainable='qkv'"),
-    ({}, {"shifted_attention": 0.25}, "shifted_attention=None", "shifted_attention=0.25"),
-    ({}, {"long_documents": "split"}, "long_documents='truncate'", "long_documents='split'"),
 ]
 
 
@@ -159,50 +134,27 @@ def test_a_cue_is_compared_by_its_text_and_its_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        (
-            SKIP,
-            {"view": "skip", "view_args": '{"skip": {"law": "uniform", "low": 1, "high": 40}}', "view_seed": 42},
-        ),
+        (SKIP, {"view": "skip", "view_args": '{"skip": {"law": "uniform", "low": 1, "high": 40}}', "view_seed": 42}),
         (
             {"view": "posaug", "view_args": {"alpha": Discrete((1.0, 2.0))}},
             {"view": "posaug", "view_args": {"alpha": Discrete([1, 2]), "granularity": "step"}},
         ),
-        (
-            {"view": "posaug", "view_args": {"alpha": Uniform(1, 8)}},
-            {"view": "posaug", "view_args": {"alpha": Uniform(1.0, 8.0)}},
-        ),
-        (
-            {"view": "compose", "view_args": COMPOSE},
-            {"view": "compose", "view_args": json.dumps(as_recipe(COMPOSE))},
-        ),
+        ({"view": "compose", "view_args": COMPOSE}, {"view": "compose", "view_args": json.dumps(as_recipe(COMPOSE))}),
         ({"seed": 3, "data_seed": 1}, {"seed": 4, "data_seed": 1, "view_args": {}}),
         (
-            {**SELF, "objective_args": {"passes": "two"}},
-            {**SELF, "objective_args": {"kl_weight": 1, "passes": "sequential", "teacher": "self", "kl_top": None}},
-        ),
-        (
-            {**SELF, "objective_args": {"kl_longce": {"short_context": 6, "stride": 4}}},
-            {**SELF, "objective_args": '{"kl_longce": {"short_context": 6, "stride": 4, "cap": 5}}'},
+            {**SELF, "objective_args": {"passes": "two", "kl_longce": {"short_context": 6}}},
+            {
+                **SELF,
+                "objective_args": '{"kl_weight": 1, "teacher": "self", "kl_longce": {"short_context": 6, "cap": 5}}',
+            },
         ),
         (
             {**RELATION, "objective_args": {"layers": (0, 2)}},
             {**RELATION, "objective_args": {"layers": [0, 2], "q": 1, "logit_kl": None}, "teacher_offload": True},
         ),
-        (
-            SKIP,
-            {
-                **SKIP,
-                "learning_rate": 1e-4,
-                "lr_scheduler_type": "linear",
-                "max_steps": 3,
-                "logging_steps": 3,
-                "per_device_train_batch_size": 1,
-                "gradient_accumulation_steps": 2,
-                "max_grad_norm": 1.0,
-            },
-        ),
+        (SKIP, {**SKIP, "learning_rate": 1e-4, "max_steps": 3, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}),
     ],
-    ids=["json", "tuples", "numbers", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "of-trl"],
+    ids=["json", "tuples", "compose", "seed-without-draws", "passes", "relations", "of-trl"],
 )
 def test_the_same_method_written_in_another_way_goes_on(before, now, tmp_path, caplog):
     require_same_method(method(**now), recorded(tmp_path, method(**before)))

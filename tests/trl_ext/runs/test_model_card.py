@@ -66,7 +66,7 @@ def test_the_card_of_a_whole_model(tmp_path, base, monkeypatch):
         row(card, "View of positions in training")
         == "`skip` (split.law `uniform`, split.low 0, skip.law `uniform`, skip.low 1, skip.high 40)"
     )
-    assert row(card, "Dataset") == "owner/books" and row(card, "Rows") == "24"
+    assert row(card, "Dataset") == "owner/books" and row(card, "Rows") == "24" and "| Documents |" not in card.text
     assert row(card, "Tokens seen") == str(run._total_train_tokens) and row(card, "Optimizer steps") == "2"
     assert row(card, "Learning rate") == "0.01, constant" and row(card, "Weights trained") == "every weight"
     for paper in ("2309.00071", "2604.14339", "vonwerra2020trl"):
@@ -174,9 +174,9 @@ def test_the_contract_of_trl(tmp_path, base):
     assert {"a", "b"} <= set(card_in(tmp_path / "out").data.tags)
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapter"])
-def test_a_page_of_the_user_is_kept(peft, tmp_path, base):
-    run = saved(tmp_path / "out", base, peft_config=lora() if peft else None)
+def test_a_page_of_the_user_is_kept(tmp_path, base):
+    """Also where PEFT writes into the README.md that it finds."""
+    run = saved(tmp_path / "out", base, peft_config=lora())
     page = tmp_path / "out" / "README.md"
     page.write_text(page.read_text().replace("# out", "# My own words"))
     run.create_model_card()
@@ -247,25 +247,16 @@ def test_programs_that_serve_it_wrong_are_named(tmp_path):
     assert "- vLLM ends its table at the trained window" in card.text and "vllm serve" not in card.text
 
 
-def test_datasets_are_named_as_they_name_themselves():
-    assert DatasetFacts.of(named_documents()).name == "owner/books"
-    assert DatasetFacts.of(documents()).name == ""
-    dataset = Dataset.from_list([{"text": "a"}])
+def test_datasets_are_named_as_they_name_themselves_and_rows_of_tokens_are_no_documents():
+    assert DatasetFacts.of(named_documents()) == DatasetFacts("owner/books", None)
+    assert DatasetFacts.of(documents()) == DatasetFacts("", None)  # a document may have given several rows
+    dataset = Dataset.from_list([{"text": "a"}, {"text": "b"}])
     dataset.info.dataset_name = "json"  # the reader of a file
-    assert DatasetFacts.of(dataset) == DatasetFacts("", 1)
+    assert DatasetFacts.of(dataset) == DatasetFacts("", 2)
     dataset.info.dataset_name = "pg19"
     assert DatasetFacts.of(dataset).named(None).name == "pg19"
     assert DatasetFacts.of(dataset).named("owner/pg19").name == "owner/pg19"
     assert DatasetFacts.of(dataset.to_iterable_dataset()).documents is None
-
-
-def test_rows_of_tokens_are_not_counted_as_documents(tmp_path, base):
-    """A document may have given several: a restoration cuts each into rows before it trains."""
-    assert DatasetFacts.of(documents()).documents is None
-    assert DatasetFacts.of(Dataset.from_list([{"text": "a"}, {"text": "b"}])).documents == 2
-    saved(tmp_path / "out", base)
-    card = card_in(tmp_path / "out")
-    assert "| Documents |" not in card.text and row(card, "Rows") == "24"
 
 
 def test_the_record_of_an_earlier_version_is_read(tmp_path, base):
