@@ -312,8 +312,8 @@ def _layer_bytes(
 
     In tiles attention is the larger part, c (4 H + 6 Q + 2 K) + 4 Q a token: the residual stream and its gradient, the
     norm's output, queries, keys, values, the output, and gradients of all, those of keys and values once for each query
-    head, with what kernels sum queries' gradients up in, in float32. A ring sums outputs and gradients of its parts up
-    in float32, 8 Q + 16 K more.
+    head, and the float32 sums of queries' gradients in kernels. A ring adds 8 Q + 16 K, float32 sums of its parts'
+    outputs and gradients.
     """
     n = step.row_length
     c, queries, keys = step.product_bytes, size.queries, size.keys
@@ -329,9 +329,9 @@ def _layer_bytes(
     )
     # bool, and as numbers that are added to scores
     masks = (1 + c) * args.per_device_train_batch_size * n**2 if makes_masks else 0
-    stays = masks if why_masks_stay(model) is not None else 0
+    masks_in_tiles = masks if why_masks_stay(model) is not None else 0
     tile = (min(tokens, TILE) if sharding.runs_in_tiles else tokens) * in_flight
-    return int(tokens * max(attention, in_flight) + masks), int(max(tokens * attention, tile) + stays)
+    return int(tokens * max(attention, in_flight) + masks), int(max(tokens * attention, tile) + masks_in_tiles)
 
 
 def device_memory(device: torch.device) -> int:

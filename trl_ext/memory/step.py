@@ -36,8 +36,8 @@ class ModelSize:
         norms: norms of these features in a layer.
         normed: features of queries and keys together that have norms of their own, 0 in most families.
         intermediate: features within an MLP.
-        queries: features of all query heads together.
-        keys: features of all key heads together.
+        queries: Q, features of all query heads together.
+        keys: K, features of all key heads together.
         vocabulary: entries of the output head.
     """
 
@@ -113,7 +113,7 @@ class Step:
         row_length: n, tokens of the longest row; one is read at a time, or shorter ones with as many tokens.
         autocast: whether products are in 16 bits.
         checkpointing: whether a layer's activations are computed again in backward.
-        teacher: whether a native model is read besides.
+        teacher: whether the pretrained model runs too.
         accumulates: whether gradients of several rows are added before a step.
         weight_bytes: of a value of the weights. `extend` trains 4; only weights under adapters are in 16 bits.
         device: "cuda" or "cpu".
@@ -295,6 +295,6 @@ def _norms(decoder: nn.Module) -> list[tuple[str, int]]:
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
-    """Of a whole tensor, of which ZeRO-3 leaves nothing in a parameter that it has split."""
+    """Of the whole tensor, where ZeRO-3 has split it and left none of it in the parameter."""
     shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
     return shape

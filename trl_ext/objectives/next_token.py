@@ -41,7 +41,7 @@ class WeighedTokens(ObjectiveOptions):
             self.check_length(args.max_length)
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError if longce weighs every token of documents of at most `length` tokens alike."""
+        """Raise ValueError if longce gives the same weight to all tokens of documents of at most `length` tokens."""
         if self.longce is not None:
             self.longce.check_length(length, "leave longce out of objective_args")
 
@@ -144,7 +144,7 @@ class NextTokenObjective(Objective):
         return (total / batch_counts["labels"]).to(request.result.loss.dtype), parts
 
     def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:
-        rows, n_labels = result.rows, batch_counts["labels"]
+        rows, n_labels = result.rows, batch_counts["labels"]  # values of rows: [queries]
         sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
         if result.token_weight is not None:
             has_label = labelled.next_label.flatten()[result.queries] != IGNORE_INDEX

@@ -66,8 +66,8 @@ class SelfDistillOptions(WeighedTokens, ViewConsistency):
             switching adapters off or by a frozen copy. With "native" all rows are compared: s is 0.
         control: noise in place of the view, e.g. `{"kind": "dropout"}`, or None.
         restore: steps that distil relations instead, e.g. `{"every": 4}`, or None.
-        passes: "auto" one forward for both views where that is exact, "two", or "sequential": two, each with its own
-            backward, in little more memory than next-token training takes.
+        passes: "auto" runs one forward for both views where that is exact, "two" runs two, and "sequential" runs two
+            with a backward each, in little more memory than next-token training takes.
         max_copies: limit of memory under "auto", as a share of a batch's tokens: a batch runs sequentially if its draw
             would run a larger share a second time. None: no limit.
     """
@@ -217,23 +217,25 @@ class SelfDistillObjective(NextTokenObjective):
     def check_documents(self, lengths: torch.Tensor) -> None:
         if not self.options.compares_in_training:
             return
-        last = lengths - (2 if self.options.rows == "paper" else 1)
+        last = lengths - (2 if self.options.rows == "paper" else 1)  # the last query, [documents]
         last = torch.where(lengths > 1, last, -1)
-        alike = ~self.forward_loss.changes.can_differ(last, lengths)
-        n_alike = int(alike.sum())
-        if not n_alike:
+        unchanged = ~self.forward_loss.changes.can_differ(last, lengths)
+        n_unchanged = int(unchanged.sum())
+        if not n_unchanged:
             return
         what = "training"
         if self.forward_loss.view is not None and self.forward_loss.teacher is None:
             what = repr(self.forward_loss.view.view)
-        if n_alike == len(lengths):
+        if n_unchanged == len(lengths):
             raise ValueError(
-                f"train_dataset must have documents in which {what} can change a prediction, got {n_alike} of at most "
-                f"{int(lengths.max())} tokens, in all of which the KL is 0. Give longer documents, or other view_args."
+                f"train_dataset must have documents in which {what} can change a prediction, got {n_unchanged} of at "
+                f"most {int(lengths.max())} tokens, in all of which the KL is 0. Give longer documents, or other "
+                "view_args."
             )
+        tokens = f"{int(lengths[unchanged].sum())} of {int(lengths.sum())} tokens"
         logger.warning(
-            f"{n_alike} of {len(lengths)} documents, {int(lengths[alike].sum())} of {int(lengths.sum())} tokens, add "
-            f"nothing to the KL and do not count in its mean: {what} can change no prediction in them."
+            f"{n_unchanged} of {len(lengths)} documents, {tokens}, add nothing to the KL and do not count in its mean: "
+            f"{what} can change no prediction in them."
         )
 
     def loss(
@@ -305,6 +307,6 @@ def _by_quarter(name: str, result: ConsistencyLoss, value: torch.Tensor, end: to
     chosen = result.in_kl.flatten()
     parts: dict[str, Part] = {}
     for i in range(4):
-        here = chosen & (quarter == i)
+        here = chosen & (quarter == i)  # [batch * n], of which `queries` have a KL
         parts[f"{name}_{i + 1}of4"] = torch.where(here[result.queries], result.rows.kl, 0.0).sum(), here.sum()
     return parts

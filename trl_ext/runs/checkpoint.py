@@ -22,24 +22,21 @@ def base_of_adapter(name: str | Path) -> str | None:
 
 def require_no_adapter(name: str, argument: str) -> None:
     """Raise ValueError if `name` is the folder of an adapter, without the weights of a whole model beside it."""
-    is_adapter = (Path(name) / ADAPTER_CONFIG).is_file()
-    if is_adapter and not any(any(Path(name).glob(weights)) for weights in _WEIGHTS):
-        try:
-            base = base_of_adapter(name)
-        except ValueError:
-            base = "a model that it does not name"
-        raise ValueError(
-            f"{argument}: {name} is an adapter of {base}, not a model. `rope-patch export {name} --output FOLDER` "
-            "merges the two into a model."
-        )
+    folder = Path(name)
+    if not (folder / ADAPTER_CONFIG).is_file() or any(any(folder.glob(weights)) for weights in _WEIGHTS):
+        return
+    raise ValueError(
+        f"{argument}: {name} is an adapter of {base_of_adapter(name)}, not a model. `rope-patch export {name} "
+        "--output FOLDER` merges the two into a model."
+    )
 
 
 def require_folder_or_id(name: str, argument: str) -> None:
-    """Raise ValueError if `name` is no folder and cannot be a hub id either, without asking the hub.
+    """Raise ValueError if `name` is no folder and cannot be a hub id either, without a request to the hub.
 
     Args:
         name: as the user gave it.
-        argument: what the user gave it as, for messages.
+        argument: the user's argument or option, for messages.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -69,13 +66,13 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None, tr
 
     Args:
         name: hub id or folder.
-        argument: what the user gave it as, for messages.
-        revision: of the hub; None is the newest.
+        argument: the user's argument or option, for messages.
+        revision: on the hub; None is the newest.
         trust_remote_code: run code that the checkpoint brings.
 
     Raises:
-        ValueError: there is no such checkpoint, its weights are in parts, it is no model that this version of
-            Transformers knows, or it has code of its own that is not to run.
+        ValueError: there is no such checkpoint, its weights are in parts, this version of Transformers does not know
+            the model, or it needs code of its own and `trust_remote_code` is False.
     """
     require_folder_or_id(name, argument)
     from transformers import AutoConfig
@@ -97,11 +94,7 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None, tr
 
 
 def trusts_code(training: Any) -> bool:
-    """Whether the settings of a training let a model run its own code: as in TRL an argument of loading wins.
-
-    Args:
-        training: a `RopeSFTConfig`.
-    """
+    """Whether a `RopeSFTConfig` lets a model run its own code; as in TRL, an argument of loading wins."""
     trusted: bool = (training.model_init_kwargs or {}).get("trust_remote_code", training.trust_remote_code)
     return trusted
 
@@ -110,8 +103,8 @@ def require_tokenizer(name: str, argument: str) -> None:
     """Raise ValueError if `name` is a folder without a tokenizer, as `save_pretrained` of a model alone makes it.
 
     Args:
-        name: hub id or folder of a checkpoint. The hub is not asked.
-        argument: what the user gave it as, for messages.
+        name: hub id or folder of a checkpoint. Hub ids pass.
+        argument: the user's argument or option, for messages.
     """
     from rope_patch.checkpoints.files_beside import tokenizer_files
 

@@ -126,17 +126,17 @@ def only_run(path: Path, option: str) -> Iterator[None]:
         yield
         return
     is_folder = path.is_dir()
-    held = os.open(path, os.O_RDONLY if is_folder else os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    file = os.open(path, os.O_RDONLY if is_folder else os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(_in_use(path if is_folder else path.parent, option)) from error
         except OSError:  # a file system without locks
             pass
         yield
     finally:
-        os.close(held)
+        os.close(file)
 
 
 def _in_use(folder: Path, option: str) -> str:

@@ -22,15 +22,14 @@ _FORMAT = 1
 
 
 def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any]:
-    """The fields that define what is trained, with defaults, as JSON reads them back.
+    """The fields that define what is trained, with their defaults, as JSON reads them back.
 
-    Options come from checked objects, so that a list equals a tuple, and a given default equals a missing one. Left out
-    are fields that change no number (`teacher_offload`, `passes` of "self-distill"), fields that TRL sets when it
-    resumes, and `rescale`, whose RoPE parameters the checkpoint has.
+    Left out are fields that change no number (`teacher_offload`, `passes` of "self-distill"), fields that TRL sets
+    when it resumes, and `rescale`, whose RoPE parameters the checkpoint has.
 
     Args:
         args: of the trainer.
-        view: in force; the user may have put it on the model.
+        view: of the run, from `args` or from the model.
         seed: of its draws.
     """
     method: dict[str, Any] = {
@@ -56,8 +55,7 @@ def record_of(method: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[str]) -> None:
     """Raise ValueError if `checkpoint` was trained with another `training_method`.
 
-    Fields that only one of two versions knows are not compared. A checkpoint of plain TRL has no record and passes
-    with a warning.
+    Only fields that both records have are compared. A checkpoint of plain TRL has no record and passes with a warning.
     """
     file = Path(checkpoint) / RECORD_NAME
     if not file.is_file():
@@ -95,14 +93,10 @@ def differences(recorded: dict[str, Any], current: dict[str, Any], owner: str = 
 
 
 def _texts(cue: str | list[str] | None) -> Any:
-    """Cues as texts, in place of their names."""
+    """A cue, or each of a set, as its text in place of its name."""
     return [CUES.get(name, name) for name in cue] if isinstance(cue, list) else cue and CUES.get(cue, cue)
 
 
 def _as_json(value: Any) -> Any:
-    """A dataclass of options as its fields."""
-    return _fields(value) if is_dataclass(value) else repr(value)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in fields(value)}
+    """A dataclass of options as its fields, anything else as text."""
+    return {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else repr(value)

@@ -92,10 +92,10 @@ class DatasetFacts:
 
 
 def runs_before(name_or_path: str, output_dir: str | None) -> list[dict[str, Any]]:
-    """Records of the runs that made a base model; for a checkpoint in `output_dir`, without this run's own."""
+    """Records of the runs that made a base model; the last one of a checkpoint in `output_dir` is this run."""
     runs = read_runs(name_or_path)
-    own = runs and output_dir is not None and Path(output_dir).resolve() in Path(name_or_path).resolve().parents
-    return runs[:-1] if own else runs
+    resumes = output_dir is not None and Path(output_dir).resolve() in Path(name_or_path).resolve().parents
+    return runs[:-1] if resumes else runs
 
 
 def run_facts(
@@ -104,7 +104,7 @@ def run_facts(
     dataset: DatasetFacts,
     earlier: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The facts of a run as JSON values, without those that are not known.
+    """The facts of a run that are known, as JSON values.
 
     Args:
         run: as it is saved.
@@ -168,11 +168,11 @@ def card_of(
     if facts.context and not facts.always_view and not facts.has_own_code:  # which `export` refuses
         config = text_config(causal_lm, find_decoder(model))
         serving = serving_of(config, getattr(config, "max_position_embeddings", None), None)
-    given = [tags] if isinstance(tags, str) else tags or []
+    extra_tags = [tags] if isinstance(tags, str) else tags or []
     facts = replace(
         facts,
         serving=serving,
-        tags=tuple(dict.fromkeys([*facts.tags, "generated_from_trainer", *_trl_tags(run), *given])),
+        tags=tuple(dict.fromkeys([*facts.tags, "generated_from_trainer", *_trl_tags(run), *extra_tags])),
         links=_links(),
         has_tokenizer=tokenizer is not None,
         has_chat_template=getattr(tokenizer, "chat_template", None) is not None,

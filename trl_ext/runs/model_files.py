@@ -26,7 +26,7 @@ def model_files(name: str) -> dict[str, list[Any]]:
 
 
 def require_same_model(record: Path, name: str, files: dict[str, list[Any]], option: str) -> None:
-    """Raise ValueError if the run in `record`, a JSON file, was begun with other `files` in the model's folder.
+    """Raise ValueError if the model's folder had other `files` when the run in `record`, a JSON file, began.
 
     Args:
         record: of the run.
@@ -51,14 +51,14 @@ def begun_with(record: Path) -> dict[str, Any]:
 
 
 def recorded_commit(begun: Mapping[str, Any], name: str, revision: str | None) -> str | None:
-    """The commit on the hub that a run of this model and revision began with; None for another run, or none.
+    """The commit on the hub that a run began with, None if that run had another model or revision.
 
-    The branch may have moved since, and a resumed run keeps its weights.
+    A branch may have moved since, and a resumed run keeps its weights.
 
     Args:
-        begun: `model`, `model_revision` and `model_commit` of the run, as it recorded them.
+        begun: the record of the run, with `model`, `model_revision` and `model_commit`; {} if there is none.
         name: of the model.
-        revision: that is asked for.
+        revision: of this run.
     """
     same = (begun.get("model"), begun.get("model_revision")) == (name, revision)
     commit: str | None = begun.get("model_commit") if same else None
@@ -66,7 +66,7 @@ def recorded_commit(begun: Mapping[str, Any], name: str, revision: str | None) -
 
 
 def commit_of(name: str, revision: str | None, *, cache_dir: str | None = None, subfolder: str = "") -> str | None:
-    """The commit of a revision in the cache, where its config was just stored; None for a folder.
+    """The commit of a revision in the cache, which has its config already; None for a folder.
 
     Args:
         name: hub id or folder.

@@ -25,10 +25,10 @@ _LEAVE_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def require_same_adapters(model: nn.Module, checkpoint: str) -> None:
-    """Raise ValueError if `checkpoint` has no adapters like those of `model`, or has some and the model has none.
+    """Raise ValueError if `checkpoint` and `model` have different adapters, or only one of them has any.
 
-    Options that only one of two versions of PEFT knows are not compared. Another base model passes with a warning, as a
-    folder may have been moved.
+    Only options that both configs have are compared. Another base model passes with a warning: its folder may have
+    been moved.
     """
     folder = Path(checkpoint)
     configs = adapter_configs(model)
@@ -65,7 +65,7 @@ def require_same_adapters(model: nn.Module, checkpoint: str) -> None:
 
 
 def _compared(config: dict[str, Any]) -> dict[str, Any]:
-    """Options that change what is trained, as JSON has them; names of modules in order, as PEFT keeps them in sets."""
+    """The options that change what is trained, as JSON; names of modules sorted, since PEFT keeps them in sets."""
     kept = {name: value for name, value in config.items() if name not in _MAY_DIFFER}
     if kept.get("init_lora_weights") in _LEAVE_WEIGHTS:
         kept["init_lora_weights"] = True

@@ -18,10 +18,10 @@ _COLUMNS = ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
 def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
-    """Facts that decide which rows each step reads: hashes of tokens, labels and masks, and the order.
+    """What decides which rows each step reads: hashes of tokens, labels and masks, and the order.
 
     Args:
-        dataset: the training set as it is read; {} for a stream, and for one without a column `input_ids`.
+        dataset: the prepared training set. For a stream, and without a column `input_ids`, the result is {}.
         args: of the trainer.
     """
     if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
@@ -35,9 +35,9 @@ def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
 
 
 def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> None:
-    """Raise ValueError if the run in `checkpoint` read other rows than these, or in another order.
+    """Raise ValueError if the run in `checkpoint` read other rows, or the same rows in another order.
 
-    A checkpoint of plain TRL has no such facts and passes. So does `ignore_data_skip`, which begins with the first row.
+    A checkpoint of plain TRL records no rows and passes. So does `ignore_data_skip`, which begins with the first row.
     """
     runs = read_runs(checkpoint)
     before: Mapping[str, Any] = runs[-1].get("run", {}) if runs else {}

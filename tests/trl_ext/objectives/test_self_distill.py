@@ -287,11 +287,14 @@ def test_controls_are_measured_and_their_noise_goes_on_where_a_run_was_left(cont
     data = documents(4)
     options = {"objective": "self-distill", "objective_args": {"control": {"kind": control}}}
     options |= {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "train_dataset": data}
-    whole = trainer(tmp_path, eval_dataset=data, **options)
+    sets = {"all": data, "once": data.select([0]), "twice": data.select([0, 0])}
+    whole = trainer(tmp_path, eval_dataset=sets, per_device_eval_batch_size=1, **options)
     whole.train()
     assert all(entry["kl"] > 0 for entry in logged(whole, "kl"))
+    metrics = whole.evaluate()
+    assert metrics["eval_twice_kl"] != pytest.approx(metrics["eval_once_kl"], rel=1e-3), "each document has other noise"
     plain = trainer(tmp_path, SFTTrainer, SFTConfig, model=whole.model, eval_dataset=data)
-    assert whole.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-2)
+    assert metrics["eval_all_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-2)
     again = trainer(tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert logged(again, "loss", "kl")[1:] == logged(whole, "loss", "kl")[1:]
