@@ -50,7 +50,7 @@ class AlternatingObjective(Objective):
         return self.extend.teacher or self.restore.teacher
 
     @property
-    def forward_loss(self) -> Any:  # type: ignore[override]
+    def forward_loss(self) -> Any:
         """Of the current objective."""
         return self.current.forward_loss
 
