@@ -28,7 +28,7 @@ class ModelSize:
         parameters: all, tied ones once.
         in_layers: of the decoder's layers.
         qkv: of the projections to queries, keys and values.
-        lora_per_rank: values that a rank of adapters on the attention projections adds.
+        lora_per_rank: parameters that each rank of adapters on the attention projections adds.
         n_layers: layers.
         n_full: layers that attend to a whole text.
         sliding_window: tokens that the other layers attend to; 0 where there are none.
@@ -75,6 +75,7 @@ class ModelSize:
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         n_full = sum(kind != "sliding_attention" for kind in types)
         ends_of: Any = model
+        # both [vocabulary, hidden]
         embedding, head = ends_of.get_input_embeddings().weight, ends_of.get_output_embeddings().weight
         tied = head is embedding or bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
         ends = embedding.numel() + (0 if tied else head.numel())
@@ -195,10 +196,6 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     same time, so the larger of the two counts, but masks stay from forward to backward. Without accumulation gradients
     come as kept activations go, so the larger of those two counts. TRL's next-token loss has few logits at a time;
     "native-distill" those of `rope_kernels.linear_ce_kl`, and a tenth more as measured with a teacher.
-
-    Args:
-        size: of the model.
-        step: what is done.
     """
     lora = step.train == "lora"
     trained = {"all": size.parameters, "qkv": size.qkv, "lora": step.lora_rank * size.lora_per_rank}[step.train]
@@ -245,10 +242,7 @@ def saved_of_layer(size: ModelSize, step: Step) -> int:
 def in_flight_of_layer(size: ModelSize, step: Step, *, blocks: bool) -> int:
     """Bytes a token that the backward of a layer holds besides what layers keep, as `peak_memory` sums them.
 
-    Args:
-        size: of the model.
-        step: what is done.
-        blocks: whether layers with a sliding window go by blocks of queries in place of masks.
+    With `blocks`, layers with a sliding window go by blocks of queries in place of masks.
     """
     c = step.product_bytes
     in_flight = 2 * c * size.intermediate + (4 + step.weight_bytes) * size.hidden
@@ -263,8 +257,8 @@ def bytes_of_loss(size: ModelSize, step: Step, tokens: int, trained_head: int, s
         size: of the model.
         step: what is done.
         tokens: that are read at once.
-        trained_head: parameters of the head with a gradient.
-        states: hidden states [tokens, hidden] that the loss compares, and their gradients.
+        trained_head: parameters of the head that have a gradient.
+        states: tensors [tokens, hidden] that the loss compares, and their gradients.
     """
     hidden = tokens * int(size.hidden * ((1 + states) * step.weight_bytes + step.product_bytes))
     logits = 0

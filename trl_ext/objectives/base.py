@@ -276,11 +276,7 @@ class Objective:
 
 
 def objective_of(args: "RopeSFTConfig") -> type[Objective]:
-    """The class of the objective that `args` names.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """The class of the objective that `args` names; raises ValueError if there is none of this name."""
     require_known("objective", OBJECTIVES, args.objective)  # OBJECTIVES[...] would raise a bare TypeError for a list
     kind: type[Objective] = OBJECTIVES[args.objective]
     return kind
@@ -290,7 +286,7 @@ T = TypeVar("T")
 
 
 def option_classes(cls: type) -> dict[str, type]:
-    """The fields of a dataclass that hold a dataclass or None, each with its class."""
+    """The fields of a dataclass that hold a dataclass, or None, and their classes."""
     hints = get_type_hints(cls)
     return {
         f.name: kind
@@ -301,11 +297,7 @@ def option_classes(cls: type) -> dict[str, type]:
 
 
 def _from_mapping(cls: type[T], owner: str, options: Mapping[str, Any]) -> T:
-    """Make the dataclass `cls` from `options`; a mapping for an option that is a dataclass becomes one.
-
-    Raises:
-        ValueError: an unknown option, one that is missing, or one out of its range. The error names `owner`.
-    """
+    """Make the dataclass `cls` from `options`, and dataclasses of mappings in them; errors name `owner`."""
     made = dict(options)
     for name, kind in option_classes(cls).items():
         if isinstance(made.get(name), Mapping):

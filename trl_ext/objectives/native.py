@@ -77,7 +77,7 @@ class NativeObjective(Objective):
     def _combine(
         self, request: NativeRequest, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        rows = request.rows
+        rows = request.rows  # each value [N], of the N real tokens
         parts: dict[str, Part] = {}
         if self.options.needs_teacher:
             parts["kl"] = rows.kl.double().sum(), batch_counts["tokens"]

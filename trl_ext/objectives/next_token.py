@@ -144,7 +144,7 @@ class NextTokenObjective(Objective):
         return (total / batch_counts["labels"]).to(request.result.loss.dtype), parts
 
     def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:
-        rows, n_labels = result.rows, batch_counts["labels"]  # values of rows: [queries]
+        rows, n_labels = result.rows, batch_counts["labels"]  # values [N], of the N queries
         sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
         if result.token_weight is not None:
             has_label = labelled.next_label.flatten()[result.queries] != IGNORE_INDEX

@@ -307,6 +307,6 @@ def _by_quarter(name: str, result: ConsistencyLoss, value: torch.Tensor, end: to
     chosen = result.in_kl.flatten()
     parts: dict[str, Part] = {}
     for i in range(4):
-        here = chosen & (quarter == i)  # [batch * n], of which `queries` have a KL
+        here = chosen & (quarter == i)  # [batch * n]; the KL has those at `queries`, [N]
         parts[f"{name}_{i + 1}of4"] = torch.where(here[result.queries], result.rows.kl, 0.0).sum(), here.sum()
     return parts
