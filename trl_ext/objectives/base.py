@@ -276,7 +276,7 @@ class Objective:
 
 
 def objective_of(args: "RopeSFTConfig") -> type[Objective]:
-    """The class of the objective that `args` names; raises ValueError if there is none of this name."""
+    """The class of the objective that `args` names."""
     require_known("objective", OBJECTIVES, args.objective)  # OBJECTIVES[...] would raise a bare TypeError for a list
     kind: type[Objective] = OBJECTIVES[args.objective]
     return kind

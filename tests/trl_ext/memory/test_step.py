@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rope_patch.rope.rotary import find_decoder
 from trl_ext.memory.step import ModelSize, Step, peak_memory, saved_of_layer
 
-N_TOKENS, RANK = 250, 8  # a number of tokens that is no weight's, by which saved activations are told from casts
+N_TOKENS, RANK = 250, 8  # a number of tokens that is no weight's, which tells saved activations from casts
 
 
 @pytest.mark.parametrize("train", ["all", "qkv", "lora", "lora of all matrices"])

@@ -186,7 +186,7 @@ def test_rows_without_labels_are_read_for_their_kl(way, tmp_path, caplog):
 
 @pytest.mark.filterwarnings("ignore:.*keep_end")
 @pytest.mark.parametrize(("objective", "mode"), [("native-distill", "keep_start"), ("hidden-distill", "keep_end")])
-def test_documents_that_labels_are_a_part_of_stay_whole_and_what_truncation_takes_is_told(
+def test_documents_that_labels_are_a_part_of_stay_whole_and_what_truncation_takes_is_logged(
     objective, mode, tmp_path, caplog
 ):
     rows = documents(4)["input_ids"]

@@ -1,4 +1,4 @@
-"""Names that lead to no checkpoint are told apart."""
+"""Names that lead to no checkpoint are refused, each for its reason."""
 
 import json
 

@@ -19,7 +19,7 @@ def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path):
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
-def test_settings_that_differ_are_told_entry_by_entry_and_hashes_in_words(tmp_path):
+def test_settings_that_differ_are_named_entry_by_entry_and_hashes_in_words(tmp_path):
     file, begun = tmp_path / "run.json", {"seed": 0, "stage": {"steps": 2, "rate": 1e-3}, "text": "0d46"}
     require_same_settings(file, begun, "--output")
     record_settings(file, begun, "--output")

@@ -230,7 +230,7 @@ def test_a_model_without_rope_has_a_card_without_a_window(tmp_path):
     assert "## Context window" not in card.text and "## Serving" not in card.text and "## Training" in card.text
 
 
-def test_a_view_that_is_always_on_is_told_and_no_program_named(tmp_path):
+def test_a_view_that_is_always_on_is_named_and_no_program(tmp_path):
     from rope_patch import patch_model
 
     model = patch_model(tiny(), "nope", when="always")
