@@ -76,15 +76,15 @@ class ViewConsistency:
 
 @dataclass(frozen=True)
 class ComparedRows:
-    """The queries of a batch that count, and the weight of each one's KL.
+    """The N queries of a batch that count, and the weight of each one's KL.
 
     Args:
-        queries: indices of the rows among the flattened tokens, [N]: those with a label, and those that are compared.
-        labels: of the rows, -100 for none, [N].
-        document: ordinal of each row's document, [N].
+        queries: indices among the flattened tokens, [N]: those with a label, and those that are compared.
+        labels: -100 for none, [N].
+        document: ordinal of each query's document, [N].
         in_kl: queries that the KL sums over, bool [batch, n].
-        kl_factor: factor of each row's KL by the reduction, without lambda and the divisor, float32 [N].
-        kl_weight: weight of each row's KL in the loss, float32 [N].
+        kl_factor: factor of each KL by the reduction, without lambda and the divisor, float32 [N].
+        kl_weight: weight of each KL in the loss, float32 [N].
     """
 
     queries: torch.Tensor
@@ -106,7 +106,7 @@ class ComparedRows:
         kl_divisor: int,
         training: bool,
     ) -> "ComparedRows":
-        """Choose the rows.
+        """Choose the queries.
 
         Args:
             consistency: rows, divisors and weight.
@@ -117,17 +117,16 @@ class ComparedRows:
             kl_divisor: divisor of the sum of the KL.
             training: whether the KL is multiplied by lambda; evaluation measures it with weight 1.
         """
-        in_kl, suffix_length = labelled.suffix(first_changed, consistency.rows)
+        in_kl, suffix_length = labelled.suffix(first_changed, consistency.rows)  # [batch, n] each, L - s the latter
         in_kl = in_kl & counted[labelled.ordinal]
         weight = consistency.kl_weight if training else 1.0
-        factor = in_kl.double()
+        factor = in_kl.double()  # [batch, n]
         if consistency.reduction == "sequence":
             factor = factor / suffix_length.clamp(min=1)
         elif consistency.reduction == "uniform":
             assert share is not None
             factor = torch.where(in_kl, factor / share, 0.0)
-        factor = factor.flatten().float()
-        labels = labelled.next_label.flatten()
+        factor, labels = factor.flatten().float(), labelled.next_label.flatten()  # [batch n]
         queries = ((labels != IGNORE_INDEX) | (weight * factor != 0)).nonzero().squeeze(1)
         factor, document = factor[queries], labelled.ordinal.flatten()[queries]
         return cls(queries, labels[queries], document, in_kl, factor, factor * (weight / kl_divisor))
@@ -221,7 +220,7 @@ def consistency_loss(
     options |= of_longce
     other, two_ce = view, bool(consistency.view_clm) and training
     if two_ce:
-        # append the view's states again, as rows without a KL
+        # append the view's states again, as rows without a KL: all below is [2N] or [2N, H]
         standard, other = torch.cat([standard, view]), torch.cat([view, view])
         labels = torch.cat([labels, rows.labels])
         ce_weight = torch.cat([ce_weight, consistency.view_clm * ce_weight])
@@ -232,9 +231,13 @@ def consistency_loss(
     loss, metrics = head_losses(
         causal_lm, standard, other, labels, ce_weight, kl_weight, teacher, direction=direction, **options
     )
-    of_rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
-    if earlier is not None:
-        of_rows = _with_kl_of(earlier, of_rows, rows)
+    row_metrics = {name: x[:n_rows] for name, x in vars(metrics).items()}  # [N] each, without the appended rows
+    if earlier is not None:  # all but the KL was measured there, at queries of its own
+        for name, x in vars(earlier.rows).items():
+            if name != "kl":
+                whole = x.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, x)  # [batch n]
+                row_metrics[name] = whole[rows.queries]
+    of_rows = RowMetrics(**row_metrics)
     view_ce = (metrics.ce_factor * metrics.ce)[n_rows:].sum() if two_ce else None
     token_weight = of_rows.ce_factor if of_longce else None
     return ConsistencyLoss(loss, of_rows, rows.queries, token_weight, rows.in_kl, rows.kl_factor, view_ce)
@@ -252,9 +255,8 @@ def _reweighted(
     training: bool,
 ) -> ComparedRows:
     """The rows with the weights of `kl_longce`, without those that `kl_top` leaves out."""
-    on = (rows.kl_weight != 0).nonzero().squeeze(1)
-    none = torch.zeros(len(on), device=on.device)
-    chosen = rows
+    on = (rows.kl_weight != 0).nonzero().squeeze(1)  # [M], indices into N
+    none, chosen = torch.zeros(len(on), device=on.device), rows
     if short_ce is not None:
         assert consistency.kl_longce is not None
         _, metrics = head_losses(causal_lm, standard[on], None, rows.labels[on], none, None)
@@ -273,19 +275,10 @@ def _reweighted(
 
 def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.Tensor:
     """Whether each value is among the ceil(share m) largest of the m values of its group, bool [N]."""
-    order = value.argsort(descending=True, stable=True)
+    order = value.argsort(descending=True, stable=True)  # [N]
     order = order[group[order].argsort(stable=True)]  # by group, descending within it
     _, counts = group[order].unique_consecutive(return_counts=True)
     rank = torch.arange(len(value), device=value.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     kept = torch.zeros_like(value, dtype=torch.bool)
     kept[order] = rank < (share * counts.repeat_interleave(counts)).ceil()
     return kept
-
-
-def _with_kl_of(earlier: NextTokenLoss, metrics: RowMetrics, rows: ComparedRows) -> RowMetrics:
-    """The metrics of an earlier call at these rows, with the KL of `metrics`."""
-    metrics_of_queries = {}
-    for name, values in vars(earlier.rows).items():
-        every = values.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, values)
-        metrics_of_queries[name] = every[rows.queries]
-    return RowMetrics(**{**metrics_of_queries, "kl": metrics.kl})

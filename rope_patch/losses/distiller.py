@@ -71,7 +71,7 @@ class Distiller(ForwardLoss):
         """Run the teacher's decoder without gradients and return its output; its attention gets the request too."""
         request.teaching = True
         shard = None if self.state is None else self.state.shard
-        # the student's hooks do this for its own forward; a copy has none
+        # the student's hooks do this for the student's forward; a copy has no hooks
         kwargs = call.kwargs if shard is None else shard.without_padding_mask(call.kwargs)
         try:
             with without_gradient(request.valid.device.type), self.teacher.ready() as teacher:

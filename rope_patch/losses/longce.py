@@ -57,17 +57,11 @@ class LongCE:
 
     @torch.no_grad()
     def reference(self, causal_lm: Any, decoder: Any, labelled: Labelled) -> torch.Tensor:
-        """Cross-entropy of the label of each query in its short context, float32 [batch, n], nan where it has none.
-
-        Args:
-            causal_lm: the model, for its head.
-            decoder: its decoder.
-            labelled: the batch.
-        """
+        """Cross-entropy of the label of each query in its short context, float32 [batch, n], nan where it has none."""
         ids = labelled.ids
-        reference = torch.full(ids.shape, float("nan"), device=ids.device).flatten()
+        reference = torch.full(ids.shape, float("nan"), device=ids.device).flatten()  # [batch n]
         size, seq_len = self.short_context + self.stride, ids.shape[1]
-        # windows as [first token among all rows, tokens]
+        # [windows, 2]: the first token among the flattened tokens, and the number of tokens
         windows = torch.tensor(
             [
                 (row * seq_len + first + start, min(size, length - start))
@@ -84,14 +78,14 @@ class LongCE:
         nothing = torch.tensor([[0, 1]], device=ids.device)
         parts += [nothing] * (_most_of_ranks(decoder, len(parts), ids.device) - len(parts))
         for chosen in parts:
-            begin, length = chosen[:, :1], chosen[:, 1:]
-            token = (begin + offset).clamp(max=ids.numel() - 1)
+            begin, length = chosen[:, :1], chosen[:, 1:]  # [m, 1] each
+            token = (begin + offset).clamp(max=ids.numel() - 1)  # [m, size]
             # padding is on the right, where no real token attends to it
             rows = ids.flatten()[token].masked_fill(offset >= length, 0)
             with rope_view(decoder, "standard"), without_gradient(ids.device.type):
                 hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state
             scored = (offset >= self.short_context - 1) & (offset < length - 1) & (labels[token] != IGNORE_INDEX)
-            queries = token[scored]
+            queries = token[scored]  # [scored], which have seen at least K tokens
             none = torch.zeros(len(queries), device=ids.device)
             _, metrics = head_losses(causal_lm, hidden[scored], None, labels[queries], none, None)
             reference[queries] = metrics.ce.float()

@@ -72,14 +72,14 @@ def next_token_loss(
         cue: weight of the cue's tokens, or None.
         **options: of `rope_kernels.linear_ce_kl`.
     """
-    labels = labelled.next_label.flatten()
+    labels = labelled.next_label.flatten()  # [batch n]
     queries = labelled.held((labels != IGNORE_INDEX).nonzero().squeeze(1))
     ce_weight = torch.full((len(queries),), 1 / divisor, device=labels.device)
     of_cue = None if cue is None else cue.factors(labelled).flatten()[queries]
     if of_cue is not None:
         ce_weight = ce_weight * of_cue
     of_longce = head_weights(longce, short_ce, queries)
-    states = labelled.states(hidden, queries)
+    states = labelled.states(hidden, queries)  # [N, H]
     loss, rows = head_losses(causal_lm, states, None, labels[queries], ce_weight, None, **options, **of_longce)
     token_weight = rows.ce_factor if of_longce or cue is not None else None
     if token_weight is not None and of_cue is not None:
