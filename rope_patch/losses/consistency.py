@@ -139,29 +139,13 @@ class ComparedRows:
         names = ("queries", "labels", "document", "kl_factor", "kl_weight")
         return replace(self, **{name: getattr(self, name)[here] for name in names})
 
-    def weighed(self, factor: torch.Tensor) -> "ComparedRows":
-        """A copy in which the KL of each row is multiplied by `factor`, [N]."""
-        return replace(self, kl_factor=self.kl_factor * factor, kl_weight=self.kl_weight * factor)
-
-    def without(self, dropped: torch.Tensor) -> "ComparedRows":
-        """A copy in which the KL of the rows `dropped` (indices into N) is zero."""
-        kept, in_kl = torch.ones_like(self.kl_factor), self.in_kl.clone()
-        kept[dropped] = 0.0
-        in_kl.view(-1)[self.queries[dropped]] = False
-        return replace(self.weighed(kept), in_kl=in_kl)
-
 
 @dataclass(frozen=True)
 class ShortContexts:
-    """`LongCE.reference` of a batch, [batch, n], where token weights need it.
+    """`LongCE.reference` of a batch, [batch, n], where token weights need it."""
 
-    Args:
-        ce: for the weights of the cross-entropy, or None.
-        kl: for `kl_longce`, or None.
-    """
-
-    ce: torch.Tensor | None = None
-    kl: torch.Tensor | None = None
+    ce: torch.Tensor | None = None  # for the weights of the cross-entropy
+    kl: torch.Tensor | None = None  # for `kl_longce`
 
 
 @dataclass(frozen=True)
@@ -190,7 +174,7 @@ def consistency_loss(
     training: bool,
     teacher: tuple[Any, torch.Tensor] | None = None,
     longce: LongCE | None = None,
-    short: ShortContexts = ShortContexts(),  # noqa: B008  # frozen
+    short: ShortContexts,
     earlier: NextTokenLoss | None = None,
     **options: Any,
 ) -> ConsistencyLoss:
@@ -205,7 +189,7 @@ def consistency_loss(
         ce_divisor: divisor of sums of cross-entropies.
         training: whether `view_clm` and `kl_top` are used.
         teacher: output head and last hidden states of the rows in another model, [N, H_t], as target of the KL; None
-            takes the standard view.
+            means the standard view.
         longce: token weights of the cross-entropies, or None.
         short: cross-entropies in short contexts, for `longce` and `kl_longce`.
         earlier: the standard view's cross-entropy, if an earlier call computed it; it is not in this loss then.
@@ -216,10 +200,10 @@ def consistency_loss(
     n_rows, kl_weight = len(rows.queries), rows.kl_weight
     labels = rows.labels if earlier is None else torch.full_like(rows.labels, IGNORE_INDEX)
     ce_weight = torch.full_like(kl_weight, 1 / ce_divisor)
-    of_longce = head_weights(longce, short.ce, rows.queries)
-    options |= of_longce
-    other, two_ce = view, bool(consistency.view_clm) and training
-    if two_ce:
+    longce_options = head_weights(longce, short.ce, rows.queries)
+    options |= longce_options
+    other, has_view_ce = view, bool(consistency.view_clm) and training
+    if has_view_ce:
         # append the view's states again, as rows without a KL: all below is [2N] or [2N, H]
         standard, other = torch.cat([standard, view]), torch.cat([view, view])
         labels = torch.cat([labels, rows.labels])
@@ -237,10 +221,11 @@ def consistency_loss(
             if name != "kl":
                 whole = x.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, x)  # [batch n]
                 row_metrics[name] = whole[rows.queries]
-    of_rows = RowMetrics(**row_metrics)
-    view_ce = (metrics.ce_factor * metrics.ce)[n_rows:].sum() if two_ce else None
-    token_weight = of_rows.ce_factor if of_longce else None
-    return ConsistencyLoss(loss, of_rows, rows.queries, token_weight, rows.in_kl, rows.kl_factor, view_ce)
+    view_ce = (metrics.ce_factor * metrics.ce)[n_rows:].sum() if has_view_ce else None
+    token_weight = row_metrics["ce_factor"] if longce_options else None
+    return ConsistencyLoss(
+        loss, RowMetrics(**row_metrics), rows.queries, token_weight, rows.in_kl, rows.kl_factor, view_ce
+    )
 
 
 @torch.no_grad()
@@ -254,23 +239,24 @@ def _reweighted(
     short_ce: torch.Tensor | None,
     training: bool,
 ) -> ComparedRows:
-    """The rows with the weights of `kl_longce`, without those that `kl_top` leaves out."""
+    """The rows with the weights of `kl_longce`, without the KL of those that `kl_top` leaves out."""
     on = (rows.kl_weight != 0).nonzero().squeeze(1)  # [M], indices into N
-    none, chosen = torch.zeros(len(on), device=on.device), rows
+    none = torch.zeros(len(on), device=on.device)
+    factor, in_kl = torch.ones_like(rows.kl_weight), rows.in_kl
     if short_ce is not None:
         assert consistency.kl_longce is not None
         _, metrics = head_losses(causal_lm, standard[on], None, rows.labels[on], none, None)
         reference = short_ce.flatten()[rows.queries[on]].to(metrics.ce.dtype)
-        factor = torch.ones_like(rows.kl_weight)
         factor[on] = ce_factors(metrics.ce, reference, consistency.kl_longce.cap).to(factor.dtype)
-        chosen = chosen.weighed(factor)
     if consistency.kl_top is not None and training:
         labels = torch.full_like(on, IGNORE_INDEX)
         other = None if teacher is None else (teacher[0], teacher[1][on])
         direction = consistency.direction
         _, metrics = head_losses(causal_lm, standard[on], view[on], labels, none, none + 1, other, direction=direction)
-        chosen = chosen.without(on[~top_share(metrics.kl, rows.document[on], consistency.kl_top)])
-    return chosen
+        dropped = on[~top_share(metrics.kl, rows.document[on], consistency.kl_top)]
+        factor[dropped] = 0.0
+        in_kl = in_kl.flatten().index_fill(0, rows.queries[dropped], False).view_as(in_kl)
+    return replace(rows, in_kl=in_kl, kl_factor=rows.kl_factor * factor, kl_weight=rows.kl_weight * factor)
 
 
 def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.Tensor:

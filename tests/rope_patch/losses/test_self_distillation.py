@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2F
 from rope_patch import patch_model, rope_view
 from rope_patch.attention import two_view
 from rope_patch.base.draws import DrawKey
-from rope_patch.layout.documents import Documents, locate_documents
+from rope_patch.layout.documents import locate_documents
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import REQUEST, SelfDistiller, ViewConsistency, ViewRequest
-from rope_patch.views import Cyclic, Dilation, LogUniform, Skip, Uniform
+from rope_patch.views import LogUniform, Uniform
 
 FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]
 KINDS = ["plain", "right", "left", "packed"]
@@ -289,23 +289,6 @@ def test_capped_scores_need_an_attention_that_caps_them():
     assert not SelfDistiller(model, ViewConsistency()).one_pass
 
 
-def test_a_prefix_keeps_its_graph():
-    """Detached keys and values of the prefix would leave the loss as it is and make gradients wrong."""
-    data, view = batch("plain"), {"split": 12, "skip": 40}
-    model = patch_model(tiny(dtype=torch.float64), "skip", **view).train()
-    distiller = SelfDistiller(model, ViewConsistency(kl_weight=1.0))
-    labelled = Labelled.of(data)
-    request = ViewRequest(labelled, 10**9, labelled.n_documents)  # the KL alone
-    seen = {}
-    with distiller.active():
-        handle = model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
-        model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{REQUEST: request})
-        handle.remove()
-        grad = torch.autograd.grad(request.result.loss, seen["x"])[0]
-    assert grad.shape[1] == 19 + 7, "tokens, and copies of the suffix"
-    assert grad[:, :12].abs().max() > 1e-3 * grad.abs().max()
-
-
 def test_strides_tell_lengths_alone(monkeypatch):
     """cuDNN plans its attention for each length and stride; the longest copies of a batch must not change either."""
     calls = defaultdict(list)
@@ -331,17 +314,6 @@ def test_strides_tell_lengths_alone(monkeypatch):
 @pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "two passes"])
 def test_checkpointing_changes_nothing(one_pass):
     compare("llama", "packed", SKIP, ViewConsistency(), checkpointing=True, one_pass=one_pass)
-
-
-def test_the_last_query_adds_a_row_and_the_divisor_stays():
-    """The paper's sum from i = s has L - s terms, of which the first, before the first query that differs, is 0."""
-    data = batch("plain")
-    labelled = Labelled.of(data)
-    first = torch.tensor([[4], [0]])
-    chosen, suffix = labelled.suffix(first, "paper")
-    assert chosen.sum(1).tolist() == [14, 18] and suffix[:, 0].tolist() == [15, 19]
-    chosen, suffix = labelled.suffix(first, "query_in_suffix")
-    assert chosen.sum(1).tolist() == [15, 19] and suffix[:, 0].tolist() == [15, 19]
 
 
 @pytest.mark.parametrize(
@@ -380,19 +352,6 @@ def test_evaluation_samples_the_view_too_and_takes_it_off_again():
         again, _ = run(model, batch("plain"), ViewConsistency(), step=-1)
     assert request.result.rows.kl.sum() > 0 and not model.model._rope_patch.overrides
     assert request.result.rows.kl.shape == again.result.rows.kl.shape
-
-
-@pytest.mark.parametrize("view", [Skip(), Cyclic(), Dilation()])
-def test_under_the_uniform_reduction_every_token_weighs_the_same(view):
-    """Mean over draws of the weight of each token; the first never has another to see."""
-    n, draws = 9, 10_000
-    key = DrawKey(0, torch.tensor(0), torch.arange(draws)[:, None])
-    length = torch.full((draws, 1), n)
-    documents = Documents(torch.zeros_like(length), length, key.sample)
-    behind = torch.arange(n) >= view.affected_from(torch.arange(n)[None], documents, view.draw(length, key))
-    share = view.affected_share(torch.arange(n)[None], torch.tensor([[n]]))
-    mean = (behind / share)[:, 1:].mean(0)
-    torch.testing.assert_close(mean, torch.ones_like(mean), rtol=0.06, atol=0)
 
 
 def test_a_view_that_cannot_say_how_often_has_no_uniform_reduction():
