@@ -83,7 +83,7 @@ def ask_greedily(
     Args:
         model: a causal LM.
         questions: prompts, how long each reply may be, and right answers.
-        pad_token: fills a batch of the model's `generate` behind replies that have ended.
+        pad_token: fills a batch of the model's `generate` after replies that have ended.
         batch_size: most prompts that are held and decoded at once; None means as many as free memory holds.
         prefill_chunk: prompt tokens that one forward reads; None chooses by free memory on a GPU, else 8192.
         done: called with the number of prompts that have been read.

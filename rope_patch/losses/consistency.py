@@ -42,8 +42,8 @@ class ViewConsistency:
         direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".
         rows: "paper" as above; "query_in_suffix" adds the document's last query, which has no label.
         reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s; "uniform"
-            divides each KL_t by the probability that t lies behind a drawn s, and the sum by the sum of L, so that each
-            token weighs the same in the mean over draws. With s uniform on 0 .. L - 1, "sequence" weighs token i by
+            divides each KL_t by the probability that t >= s over draws, and the sum by the sum of L, so that each token
+            weighs the same in the mean over draws. With s uniform on 0 .. L - 1, "sequence" weighs token i by
             about ln(L / (L - i)) and "token" by i / L.
         kl_longce: LongCE's weights for the KL: w_t = min(p(x_(t+1) | all before) / p(x_(t+1) | a short context), cap)
             multiplies KL_t, so that queries that need no far token count less. None weighs all alike.
@@ -113,7 +113,7 @@ class ComparedRows:
             labelled: the batch.
             first_changed: s of each document, in the shape of its documents.
             counted: which documents count in the mean of the KL, bool [documents].
-            share: probability over draws that each token lies behind s, [batch, n]; only for "uniform".
+            share: probability over draws that t >= s for each token, [batch, n]; only for "uniform".
             kl_divisor: divisor of the sum of the KL.
             training: whether the KL is multiplied by lambda; evaluation measures it with weight 1.
         """
@@ -216,7 +216,7 @@ def consistency_loss(
         causal_lm, standard, other, labels, ce_weight, kl_weight, teacher, direction=direction, **options
     )
     row_metrics = {name: x[:n_rows] for name, x in vars(metrics).items()}  # [N] each, without the appended rows
-    if earlier is not None:  # all but the KL was measured there, at queries of its own
+    if earlier is not None:  # it measured all but the KL, at `earlier.queries`
         for name, x in vars(earlier.rows).items():
             if name != "kl":
                 whole = x.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, x)  # [batch n]

@@ -68,7 +68,7 @@ def head_losses(
         if hidden_teacher is not None:
             options["teacher_hidden"] = hidden_teacher.to(other.weight.dtype)
             options["teacher_weight"], options["teacher_bias"] = _beside(hidden_teacher, other)
-        total, of_rows = linear_ce_kl(
+        total, row_metrics = linear_ce_kl(
             hidden_std.to(head.weight.dtype),
             None if hidden_view is None else hidden_view.to(head.weight.dtype),
             head.weight,
@@ -80,7 +80,7 @@ def head_losses(
             softcap=softcap,
             **options,
         )
-        metrics.append(of_rows)
+        metrics.append(row_metrics)
         return total
 
     total = _with_weights([head, other], loss, hidden_std, hidden_view, None if teacher is None else teacher[1])

@@ -74,9 +74,12 @@ class LongCE:
         offset = torch.arange(size, device=ids.device)
         labels = labelled.next_label.flatten()
         parts = list(windows.split(max(1, ids.numel() // size))) if len(windows) else []
-        # a window of one token scores nothing
-        nothing = torch.tensor([[0, 1]], device=ids.device)
-        parts += [nothing] * (_most_of_ranks(decoder, len(parts), ids.device) - len(parts))
+        # under ZeRO-3 and FSDP2, ranks gather weights together, so each runs as many forwards
+        if any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in decoder.parameters()):
+            most = torch.tensor(len(parts), device=ids.device)
+            distributed.all_reduce(most, distributed.ReduceOp.MAX)
+            nothing = torch.tensor([[0, 1]], device=ids.device)  # a window of one token scores nothing
+            parts += [nothing] * (int(most) - len(parts))
         for chosen in parts:
             begin, length = chosen[:, :1], chosen[:, 1:]  # [m, 1] each
             token = (begin + offset).clamp(max=ids.numel() - 1)  # [m, size]
@@ -106,16 +109,6 @@ class DFT(LongCE):
     def reference(self, causal_lm: Any, decoder: Any, labelled: Labelled) -> torch.Tensor:
         """Cross-entropies of 0, as in a context that predicts every token."""
         return torch.zeros(labelled.ids.shape, device=labelled.ids.device)
-
-
-def _most_of_ranks(decoder: Any, n_forwards: int, device: torch.device) -> int:
-    """The largest number of forwards of any rank, if ranks must gather weights together for each forward."""
-    # ZeRO-3 and FSDP2
-    if not any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in decoder.parameters()):
-        return n_forwards
-    most = torch.tensor(n_forwards, device=device)
-    distributed.all_reduce(most, distributed.ReduceOp.MAX)
-    return int(most)
 
 
 def head_weights(longce: LongCE | None, short_ce: torch.Tensor | None, queries: torch.Tensor) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class NativeDistiller(Distiller):
                 self.causal_lm, hidden, hidden, labels, ce_weight, kl_weight, teacher, direction=direction
             )
             return
-        # the cross-entropy is that of the logits themselves, so it takes a sweep of its own
+        # the temperature is for the KL alone, so the cross-entropy takes another sweep over the vocabulary
         ce, rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
         kl, kl_rows = head_losses(
             self.causal_lm,

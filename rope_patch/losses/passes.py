@@ -39,7 +39,7 @@ class ViewRequest(NextTokenRequest):
     Args:
         labelled: the batch.
         ce_divisor: what the sum of cross-entropies is divided by.
-        kl_divisor: what the KL is divided by, `SelfDistiller.kl_count` of all that the mean is over.
+        kl_divisor: what the KL is divided by, the sum of `SelfDistiller.kl_count` over the step.
         earlier: the request of the first call if there are two, else None.
     """
 
@@ -131,7 +131,7 @@ class TwoPasses(Passes):
 
 @dataclass(frozen=True)
 class OnePass(Passes):
-    """One forward over the tokens and, behind them, copies of those that the view moves (`TwoViewLayout`).
+    """One forward over the tokens, followed by copies of those that the view moves (`TwoViewLayout`).
 
     A call takes two passes instead if the model passes finished 4D masks to its decoder.
     """

@@ -261,10 +261,10 @@ class RelationDistiller(Distiller):
             del taught  # this generator would keep the states in memory during the student's forward
             yield None  # the layers compute their losses
             return
-        chosen = self.logit_kl.last_tokens(request.document)
+        chosen = self.logit_kl.last_tokens(request.document)  # [batch, n]
         if request.shard is not None:
             chosen = request.shard.local(chosen)
-        taught = taught[chosen]
+        taught = taught[chosen]  # [N, H_t]
         output = yield None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
             request.logit_kl = head_kl(

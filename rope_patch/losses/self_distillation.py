@@ -258,7 +258,7 @@ class AllChanges:
         return torch.zeros_like(labelled.documents.length)
 
     def share(self, labelled: Labelled) -> torch.Tensor:
-        """Probability that each token lies behind the first changed one, 1, [batch, n]."""
+        """Probability that t >= s for each token, 1, [batch, n]."""
         return torch.ones_like(labelled.t, dtype=torch.float64)
 
 
@@ -268,7 +268,7 @@ class ViewChanges:
 
     source: ViewSource
     n_layers: int
-    knows_share: bool  # whether the view can tell how often a token lies behind the first one that it moves
+    knows_share: bool  # whether the view can tell how often t >= s
 
     @classmethod
     def of(cls, source: ViewSource, n_layers: int, *, needs_share: bool) -> "ViewChanges":
@@ -307,5 +307,5 @@ class ViewChanges:
         return DrawnView(view, documents, draws).affected_from(labelled.drawn_at, self.n_layers)
 
     def share(self, labelled: Labelled) -> torch.Tensor:
-        """Probability over draws that each token lies behind s, [batch, n]."""
+        """Probability over draws that t >= s for each token, [batch, n]."""
         return self.source.view.affected_share(labelled.t, labelled.documents.length)

@@ -27,7 +27,7 @@ def uses_chat_template(tokenizer: PreTrainedTokenizerBase, choice: ChatTemplate)
     return has_one and choice != "off"
 
 
-def tokens_behind(tokenizer: PreTrainedTokenizerBase, text: str, before: str = ".") -> list[int]:
+def tokens_after(tokenizer: PreTrainedTokenizerBase, text: str, before: str = ".") -> list[int]:
     """Token IDs of a text that follows another one.
 
     Tokenizers such as Llama 2's put a space before every text. Alone, " 7" would get two spaces, which it has in no

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from .asking import Frame, tokens_behind
+from .asking import Frame, tokens_after
 from .wordings import NEEDLE_WORDINGS, PASSKEY_WORDINGS
 
 Kind = Literal["passkey", "single", "multikey", "multivalue", "multiquery", "ordinal"]
@@ -73,7 +73,7 @@ class RetrievalPrompt:
         """
         left, n_right = iter(choices), 0
         for ids, graded in zip(self.answer_ids, self.graded, strict=True):
-            # a list, because all tokens of an answer are taken, also behind a wrong one
+            # a list, because the tokens after a wrong one are taken too
             right = [next(left) == token or not counts for token, counts in zip(ids, graded, strict=True)]
             n_right += all(right)
         return n_right / len(self.answers)
@@ -136,12 +136,12 @@ def make_prompt(
     frame = Frame.of(tokenizer, chat)
     needles = _draw_needles(kind, n_needles, rng, wording)
     depths = _draw_depths(needles, depth, rng)
-    pieces = [tokens_behind(tokenizer, " " + sentence) for sentence in needles.sentences]
+    pieces = [tokens_after(tokenizer, " " + sentence) for sentence in needles.sentences]
     questions = {k: _question(k, needles, wording) for k in about_the_same(kind, n_needles)}
     tails: dict[Kind, list[int]] = {}  # what follows the haystack
     for k, (question, beginning, _) in questions.items():
         parts = [question, frame.turn + beginning] if chat else [f"{question} {beginning}"]
-        tails[k] = [i for part in parts for i in tokens_behind(tokenizer, part)]
+        tails[k] = [i for part in parts for i in tokens_after(tokenizer, part)]
     taken = len(frame.begin) + len(tails[kind]) + sum(map(len, pieces))
     budget = len(haystack) if n_tokens is None else n_tokens - taken  # tokens of the haystack
     if budget < 1:
@@ -168,7 +168,7 @@ def make_prompt(
     before = beginning
     for answer in answers:
         text = f", {answer}" if answer_ids else f" {answer}"
-        answer_ids.append(tokens_behind(tokenizer, text, before))
+        answer_ids.append(tokens_after(tokenizer, text, before))
         before += text
     graded = [[any(c.isdigit() for c in str(tokenizer.decode([i]))) for i in answer] for answer in answer_ids]
     shown = f"{question} {beginning}".strip()
