@@ -86,7 +86,7 @@ class Reader:
                         first = len(answered)
                         held = ids[first - n_rows : first] if rows.calls else []
                         batch = ids[first : first + n_rows]
-                        logits = self._read(rows, batch, held, chunk, lambda n, first=first: done(first + n))
+                        logits = self._read(rows, batch, held, chunk, done, first)
                         answered += self._replies(rows, logits, in_order[first : first + n_rows])
             except torch.OutOfMemoryError:
                 if n_rows == 1 and chunk <= _LEAST_CHUNK:
@@ -109,8 +109,9 @@ class Reader:
         held: list[torch.Tensor],
         chunk: int,
         done: Callable[[int], None],
+        n_before: int,
     ) -> torch.Tensor:
-        """Read `batch` into rows, which hold `held`, and return the logits after each prompt, [rows, vocab_size]."""
+        """Read `batch`, after `n_before` prompts, into rows that hold `held`; logits after each, [rows, vocab_size]."""
         before = [*held[-1:], *batch]
         # tokens that each prompt has in common with the one before it; its last token is always read
         shared = [0] * (len(batch) + 1 - len(before))
@@ -131,7 +132,7 @@ class Reader:
                 rows.copy_prefix(first - 1 if first else len(held) - 1, first, last, begin)
             tokens = torch.stack([p[begin:] for p in batch[first:last]])
             logits.append(rows.read(tokens, first, begin, max(chunk // len(tokens), 1))[:, -1])
-            done(last)
+            done(n_before + last)
             first = last
         return torch.cat(logits)
 

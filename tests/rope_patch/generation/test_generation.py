@@ -104,7 +104,9 @@ def test_answers_are_those_of_generate(name, monkeypatch):
     assert len({tuple(r) for r in expected}) > 3  # else any would do
     assert is_read_in_rows(model) == (name not in BY_ITS_OWN)
     assert answers(model, prompts, 8) == expected
-    assert answers(model, prompts, 8, batch_size=2, prefill_chunk=11) == expected
+    counts = []
+    assert answers(model, prompts, 8, batch_size=2, prefill_chunk=11, done=counts.append) == expected
+    assert counts == sorted(counts) and counts[-1] == len(prompts)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -287,13 +289,6 @@ def test_buffers_are_let_go_of_at_once():
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_the_bar_is_told_of_every_prompt():
-    counts = []
-    prompts = family(7)
-    greedy_answers(tiny(), Ids(), prompts, max_new_tokens=3, batch_size=2, done=counts.append)
-    assert counts == sorted(counts) and counts[-1] == len(prompts)
 
 
 class ValuesRead(TorchFunctionMode):
