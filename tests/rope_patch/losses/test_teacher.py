@@ -103,6 +103,13 @@ def test_those_that_leave_them_are_taken(init):
         assert torch.equal(states(decoder), states(tiny().model))
 
 
+def test_a_shared_teacher_has_no_dropout_and_its_student_keeps_it():
+    model = get_peft_model(tiny(attention_dropout=0.5), LoraConfig(**LORA, lora_dropout=0.5)).train()
+    with SharedTeacher(model).ready() as decoder:
+        assert torch.equal(states(decoder), states(tiny().model))
+    assert all(module.training for module in model.modules())
+
+
 def test_merged_adapters_are_refused_at_once():
     model = get_peft_model(tiny(), LoraConfig(**LORA, init_lora_weights=False))
     model.merge_adapter()
