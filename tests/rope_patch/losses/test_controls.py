@@ -35,11 +35,12 @@ def run(model, data, kind, consistency=None, strength=STRENGTH):
 def noisy(noise):
     """Dense attention with noise(query) on its scores, of one unpadded batch."""
 
-    def attention(module, query, key, value, mask, scaling=None, **_):
+    def attention(module, query, key, value, mask, scaling=None, sliding_window=None, **_):
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
         scores = query @ key.transpose(2, 3) * scaling + STRENGTH * noise(query)
-        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).triu(1)
+        every = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device)
+        hidden = every.triu(1) if sliding_window is None else every.triu(1) | every.tril(-sliding_window)
         return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
 
     return attention
@@ -92,7 +93,7 @@ def by_hand(model, data, kind, attention="noisy_by_hand"):
     return ce + (kl.sum(1) / ids.shape[1]).mean()
 
 
-@pytest.mark.parametrize(("family", "checkpointing"), [("llama", True), ("qwen3", False)])
+@pytest.mark.parametrize(("family", "checkpointing"), [("llama", True), ("mistral-sliding", False)])
 @pytest.mark.parametrize("kind", ["dropout", "attention_noise"])
 def test_loss_and_every_gradient_are_those_of_two_noisy_passes(kind, family, checkpointing):
     data = batch("plain")
