@@ -1,4 +1,4 @@
-"""Writing text in batches of rows that share a KV cache.
+"""Writing text in batches of prompts that share a KV cache.
 
 `eval`, training rows and `extend` import from here; it imports no measure.
 """

@@ -1,4 +1,4 @@
-"""A causal LM that is read and not trained: hidden states and log-probabilities without logits of a whole row."""
+"""A causal LM for inference: hidden states and log-probabilities without the logits of a whole sequence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ class InferenceModel:
         model: the model; it is not changed.
 
     Raises:
-        ValueError: it has no output head, something between decoder and head, or no decoder of its own below it.
+        ValueError: it has no output head, no Transformers model below its head, or something between the two.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,36 +39,31 @@ class InferenceModel:
                 f"{type(self.causal_lm).__name__} has no Transformers model below its output head: not supported."
             )
         self._base_name: str = name
-        reason = why_no_head(self.causal_lm, self._base_model)
+        reason = why_no_head(self.causal_lm, getattr(self.causal_lm, name))
         if reason is not None:
             raise ValueError(reason)
 
     @property
-    def _base_model(self) -> Any:
-        """What turns ids into hidden states."""
-        return getattr(self.causal_lm, self._base_name)
-
-    @property
     def vocab_size(self) -> int:
-        """Rows of the head."""
+        """Rows of the output head."""
         return self.head.weight.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """Device of the token IDs."""
         return self.causal_lm.get_input_embeddings().weight.device
 
     @cached_property
     def trained_window(self) -> int | None:
-        """Positions that the model was pretrained on, also where a rescaled config promises more; None if unnamed."""
+        """The context window of pretraining, even if a rescaled config states more; None if no config states it."""
         description = describe(self.causal_lm)
         return pretrained_window(description.native_rope_parameters, description.trained_window)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """No gradients and eval mode, so that views which are sampled in training are not in force.
+        """Switch off gradients and training mode, and so the views of training.
 
-        Afterwards every module is in the mode that it was in, and dynamic NTK has the frequencies that it had.
+        Afterwards every module has its earlier mode, and dynamic NTK its earlier frequencies.
         """
         was_training = {module: module.training for module in self.model.modules()}
         self.model.eval()
@@ -76,29 +71,29 @@ class InferenceModel:
             with torch.no_grad(), rows_forgotten(self.model):
                 yield
         finally:
-            for module, training in was_training.items():  # a part may be in another mode than the whole
+            for module, training in was_training.items():  # a module may have another mode than the model
                 module.training = training
 
     def hidden(self, ids: torch.Tensor, cache: Any = None, **inputs: Any) -> torch.Tensor:
-        """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len], behind what is in `cache`.
+        """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len] that follow the tokens in `cache`.
 
-        Whole rows are read by `last_hidden_states`, which makes no masks of n x n that it can do without.
+        Whole sequences are read by `last_hidden_states`, which avoids masks of n x n.
         """
         if cache is None and not inputs:
             return last_hidden_states(self.causal_lm, ids)
-        decoder = self._base_model
-        behind = {} if cache is None else cache_argument(decoder, cache)
-        return decoder(input_ids=ids, use_cache=cache is not None, **behind, **inputs).last_hidden_state
+        decoder = getattr(self.causal_lm, self._base_name)
+        cached = {} if cache is None else cache_argument(decoder, cache)
+        return decoder(input_ids=ids, use_cache=cache is not None, **cached, **inputs).last_hidden_state
 
     def log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of the next token, float32 [n, vocab_size], for a small n of hidden states [n, hidden]."""
+        """Log-probabilities of the next token, float32 [n, vocab_size], for hidden states [n, hidden] of a small n."""
         return self._logits(hidden).float().log_softmax(-1)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] of hidden states [n, hidden] by the model's own forward, without its decoder."""
+        """Logits [n, vocab_size] of hidden states [n, hidden], by the model's forward with a stand-in decoder."""
         modules, name = self.causal_lm._modules, self._base_name
         decoder = modules[name]
-        modules[name] = _Given(hidden[None], decoder)
+        modules[name] = _KnownStates(hidden[None], decoder)
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             return self.causal_lm(input_ids=ids, use_cache=False).logits[0]
@@ -106,13 +101,13 @@ class InferenceModel:
             modules[name] = decoder
 
 
-class _Given(nn.Module):
-    """Stands for a decoder whose output is known; what else a causal LM reads of it is the decoder's."""
+class _KnownStates(nn.Module):
+    """Stands in for a decoder whose hidden states are known; other attributes are the decoder's."""
 
     def __init__(self, hidden: torch.Tensor, decoder: nn.Module) -> None:
         super().__init__()
         self.hidden = hidden
-        self.__dict__["decoder"] = decoder  # and not as a child, which it stays of the model alone
+        self.__dict__["decoder"] = decoder  # not a child: modules have one parent
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["decoder"], name)
@@ -123,5 +118,5 @@ class _Given(nn.Module):
 
 class _Output(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
-        """What a family's decoder returns beside hidden states is not there."""
+        """None for what a family's decoder returns beside hidden states."""
         return None

@@ -1,7 +1,7 @@
-"""Keys and values of several prompts in fixed buffers, and the attention that reads them without masks of n x n.
+"""A KV cache of fixed buffers for several prompts, and the attention that reads it without masks of n x n.
 
-Transformers' own caches either grow, so that no CUDA graph can hold a step of decoding, or are static and then make
-attention take a mask, which keeps it from its fast kernels and repeats keys for every query head.
+Transformers has dynamic caches, which grow, so that no CUDA graph can hold a step of decoding, and static ones, which
+need a mask: attention then misses its fast kernels and repeats keys for every query head.
 """
 
 import math
@@ -24,19 +24,19 @@ from ..rope.rotary import frequencies_kept
 
 
 class KVRows:
-    """Buffers for `n_rows` prompts of up to `capacity` tokens, and what the forward in flight reads and writes.
+    """Buffers for `n_rows` prompts of up to `capacity` tokens, and which part of them the running forward reads.
 
     Args:
         causal_lm: a causal LM with SDPA attention.
         n_rows: prompts that are held at once.
-        capacity: tokens of a prompt and its answer.
+        capacity: most tokens of a prompt with its reply.
     """
 
     def __init__(self, causal_lm: Any, n_rows: int, capacity: int) -> None:
         self.causal_lm, self.n_rows, self.capacity = causal_lm, n_rows, capacity
         self.config = causal_lm.config.get_text_config(decoder=True)
         self.first, self.last, self.begin = 0, n_rows, 0
-        self.slots: torch.Tensor | None = None  # of the tokens to be decoded, one a row; None while prompts are read
+        self.slots: torch.Tensor | None = None  # [rows], index of the token that each row decodes; None in `read`
         self.index = torch.arange(n_rows, device=causal_lm.get_input_embeddings().weight.device)
         self.layers = [_Layer(self) for _ in range(self.config.num_hidden_layers)]
         self._cache = cache_argument(causal_lm, Cache(layers=list(self.layers)))
@@ -46,22 +46,22 @@ class KVRows:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values of one token in all layers, once a forward has filled any."""
+        """Bytes of keys and values of one token in all layers, after a forward has made the buffers."""
         held = sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
         return math.ceil(held / (self.n_rows * self.capacity))
 
     def read(self, ids: torch.Tensor, first: int, begin: int, chunk: int, *, keep: int = 1) -> torch.Tensor:
-        """Read tokens begin, begin + 1, ... of rows first, first + 1, ..., whose earlier tokens are there.
+        """Read tokens begin, begin + 1, ... of rows first, first + 1, ..., which hold the earlier tokens.
 
         Args:
             ids: the tokens, [rows, n].
             first: row of ids[0].
-            begin: place of ids[:, 0] in its prompt.
-            chunk: tokens of each row read in one forward.
-            keep: tokens at the end of the last forward whose logits are returned.
+            begin: index of ids[:, 0] in its prompt.
+            chunk: tokens of each row that one forward reads.
+            keep: number of last tokens whose logits are returned, at most those of the last forward.
 
         Returns:
-            Logits of what follows each of these tokens, [rows, keep, vocab_size].
+            Logits of the next token after each of these, [rows, keep, vocab_size].
         """
         self.slots, self.first, self.last = None, first, first + len(ids)
         for part in ids.split(chunk, dim=1):
@@ -72,17 +72,17 @@ class KVRows:
         return logits
 
     def decode(self, token: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab_size] after one more token of each row from the first on.
+        """Logits [rows, vocab_size] after one more token of rows 0, 1, ...
 
         Args:
-            token: ids, [rows].
-            slots: place of each in its row, [rows] int64.
+            token: IDs, [rows].
+            slots: index of each in its row, [rows] int64.
         """
         self.slots, self.begin = slots, 1  # 1: some families ask whether the cache is empty
         return self._forward(token[:, None], slots[:, None], 1)[:, 0]
 
     def copy_prefix(self, source: int, first: int, last: int, n_tokens: int) -> None:
-        """Give rows first, ..., last - 1 the first tokens of row `source`."""
+        """Copy the first tokens of row `source` to rows first, ..., last - 1."""
         for layer in self.layers:
             for held in (layer.keys, layer.values):
                 if held is not None:
@@ -92,7 +92,7 @@ class KVRows:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Let the model attend as the rows need it; `read` and `decode` are called inside."""
+        """Replace the model's attention; `read` and `decode` are called inside."""
         with watched_attention(self.causal_lm, self._attend), frequencies_kept(self.causal_lm):
             yield
 
@@ -110,20 +110,20 @@ class KVRows:
 
     def _attend(self, call: AttentionCall) -> torch.Tensor | None:
         if id(call.module) not in self._modules:
-            return None  # another model, in another thread
+            return None  # of another model, in another thread
         self.calls += 1
         require_plain(call)
         window = sliding_window(call, self.config)
         if self.slots is not None:
             end = self.slots.to(call.key.device) + 1
             begin = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
-            query = as_multiplied(call.query[:, :, 0])
+            query = as_multiplied(call.query[:, :, 0])  # [rows, n_heads, head_dim]
             return decode_attention(query, call.key, call.value, begin, end, call.scale)[:, None]
         return self._windows.attend(call, window)
 
 
 class _Layer(DynamicLayer):
-    """One layer's buffers, [n_rows, n_kv_heads, capacity, head_dim], made when the first keys come."""
+    """One layer's keys and values, [n_rows, n_kv_heads, capacity, head_dim] each, made by the first forward."""
 
     def __init__(self, rows: KVRows) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write, in what autocast multiplies in, and return all that the rows of the forward hold."""
+        """Write the new states in autocast's dtype, and return all that the rows of the forward hold."""
         rows = self.rows
         key_states, value_states = as_multiplied(key_states), as_multiplied(value_states)
         if self.keys is None:
@@ -153,5 +153,5 @@ class _Layer(DynamicLayer):
         return self.keys[:n], self.values[:n]
 
     def get_seq_length(self) -> int:
-        """Tokens that the rows of the forward hold before it."""
+        """Tokens that the rows hold before the forward."""
         return self.rows.begin

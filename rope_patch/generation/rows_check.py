@@ -1,4 +1,4 @@
-"""Whether a model gives the same logits when its prompts are read by rows of keys and values."""
+"""Check that a model gives the same logits with `KVRows` as with its own cache."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from ..attention.rounding import SAMPLES, differs_by_rounding, inputs_rounded_ot
 from ..forward.cache_arguments import cache_argument, returned_cache
 from .kv_rows import KVRows
 
-_CHECKED = 24  # tokens; read in the parts below, the last two one by one
-_PARTS = (12, 20, 22, 23)
+_CHECKED = 24  # tokens
+_PARTS = (12, 20, 22, 23)  # where each part ends; the last two parts have one token
 
 
 def bytes_if_alike(causal_lm: Any) -> int:
-    """Bytes of keys and values of a token if rows give the logits that the model gives otherwise, else -1.
+    """Bytes of keys and values of a token if `KVRows` gives the model's logits, else -1.
 
-    They do where they are as near to a plain forward's as those of the model's own cache are. Kernels of a GPU may
-    round alike in both of these and otherwise for rows: then embeddings that are rounded otherwise say how much the
-    model makes of rounding, as long as two tokens that change places move logits more than twice as far as rows do.
+    It does if its logits are as near to those of a plain forward as logits with the model's own cache are. On a GPU
+    these two may round alike, and `KVRows` differently. Then its logits may differ as much as they do after rounding
+    the embeddings, provided that swapping two tokens moves logits more than twice as far.
     """
     vocab_size = causal_lm.get_output_embeddings().weight.shape[0]
     device = causal_lm.get_input_embeddings().weight.device
@@ -40,31 +40,31 @@ def bytes_if_alike(causal_lm: Any) -> int:
         misplaced = _plain(causal_lm, ids[:, order])
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # whatever a family does not take: its own `generate` knows how to call it
+    except Exception:  # a family with other arguments, which its own `generate` knows
         return -1
     alike = differs_by_rounding(by_rows, plain, moved) and not differs_by_rounding(misplaced, plain, by_rows)
     return rows.bytes_per_token if alike else -1
 
 
 def _plain(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits behind ids [n, 24] of one forward, [n, vocab_size]."""
+    """Logits after ids [n, 24] by one forward, [n, vocab_size]."""
     logits: torch.Tensor = causal_lm(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
     return logits
 
 
 def _by_own_cache(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits behind ids [n, 24], read in parts, [n, vocab_size]."""
+    """Logits after ids [n, 24], read in parts with the model's cache, [n, vocab_size]."""
     cache, begin = None, 0
     for end in (*_PARTS, _CHECKED):
-        behind = cache_argument(causal_lm, cache)
-        out = causal_lm(input_ids=ids[:, begin:end], **behind, use_cache=True, logits_to_keep=1)
+        cached = cache_argument(causal_lm, cache)
+        out = causal_lm(input_ids=ids[:, begin:end], **cached, use_cache=True, logits_to_keep=1)
         cache, begin = returned_cache(out), end
     logits: torch.Tensor = out.logits[:, -1]
     return logits
 
 
 def _by_rows(rows: KVRows, ids: torch.Tensor) -> torch.Tensor:
-    """The same by rows, each of which has its beginning from another one."""
+    """Logits after ids [n, 24], by rows that copy the beginning of another row, [n, vocab_size]."""
     n, (chunk, copied, read, _) = len(ids), _PARTS
     rows.read(ids[:, :copied], 0, 0, chunk)
     for row in range(n):

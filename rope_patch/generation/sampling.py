@@ -1,4 +1,4 @@
-"""Random continuations of prompts: of all at once in `KVRows`, or by a model's own `generate`."""
+"""Sampled continuations of prompts, all at once in `KVRows` or by the model's `generate`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from .generation import bare_generation_config, bytes_per_token
 from .inference import InferenceModel
 from .kv_rows import KVRows
 
-_TOGETHER = 8192  # tokens of prompts that are read in one forward
+_TOGETHER = 8192  # prompt tokens that one forward reads
 
 
 def sampled_tokens(
@@ -26,24 +26,24 @@ def sampled_tokens(
     pad_token: int,
     step_done: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
-    """What a model writes behind each of `prompts` where every token is drawn from softmax(logits / temperature).
+    """Continue each of `prompts` with tokens drawn from softmax(logits / temperature).
 
-    All prompts are held and written to their end at once, so memory grows with keys and values of all of them. The same
-    seed and prompts give the same tokens on the same machine, and Torch's own generators are as they were before. A
-    model that `KVRows` cannot read is asked by its own `generate`.
+    All prompts are held and decoded at once, so memory grows with the keys and values of all of them. On one machine,
+    the same seed and prompts give the same tokens. Torch's global generators do not change. If `KVRows` cannot read the
+    model, its `generate` runs.
 
     Args:
         model: a causal LM.
-        prompts: token ids, at least one each, of one length or of several.
-        max_new_tokens: tokens to write at most, at least 1.
-        ends: tokens of which each ends a text.
+        prompts: token IDs, at least one each, of one length or of several.
+        max_new_tokens: most new tokens, at least 1.
+        ends: end tokens.
         temperature: above 0.
         seed: of the draws.
-        pad_token: stands before shorter prompts for a model's own `generate`.
+        pad_token: for `generate`, fills shorter prompts on the left.
         step_done: called after each new token of all texts.
 
     Returns:
-        The new tokens of each prompt, up to the first of `ends`, which is included.
+        The new tokens of each prompt, up to the first end token, which is included.
     """
     subject = InferenceModel(model)
     with subject.evaluating():
@@ -63,15 +63,15 @@ def sampled_tokens(
         rows = KVRows(subject.causal_lm, len(prompts), max(lengths) + max_new_tokens)
         with rows.attention():
             logits = _logits_behind(rows, prompts, subject.device)
-            if bool(logits.isnan().any()):  # the first token would be taken each time, as generate would refuse to do
-                raise ValueError("the logits of the model are nan: its weights, or what it computes, are not finite.")
+            if bool(logits.isnan().any()):  # argmax would choose one token again and again; `generate` raises
+                raise ValueError("the logits of the model are nan: its weights or activations are not finite.")
             choice = Sampling(temperature, seed, logits)
             return decode(rows, logits, lengths, [max_new_tokens] * len(prompts), ends, choice, step_done)
 
 
 def _logits_behind(rows: KVRows, prompts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Fill `rows` with prompts and return the logits behind each, [rows, vocab_size]."""
-    # no token sees the padding behind it, and what is written takes the place of the padding
+    """Fill `rows` with prompts and return the logits after each, [rows, vocab_size]."""
+    # padding is on the right, where no token of the prompt sees it and decoding overwrites it
     width = max(map(len, prompts)) - 1
     padded = torch.tensor([[*p[:-1], *[0] * (width + 1 - len(p))] for p in prompts], device=device)
     if width:
@@ -79,7 +79,7 @@ def _logits_behind(rows: KVRows, prompts: Sequence[Sequence[int]], device: torch
         for part in padded.split(max(_TOGETHER // width, 1)):
             rows.read(part, first, 0, chunk=width)
             first += len(part)
-    # the last tokens stand at several places, as tokens that are written do
+    # the last tokens have different indices, as decoded tokens do
     last = torch.tensor([p[-1] for p in prompts], device=device)
     return rows.decode(last, torch.tensor([len(p) - 1 for p in prompts], device=device))
 
@@ -91,7 +91,7 @@ def _by_generate(
     seed: int,
     each_step: "_EachStep",
 ) -> list[list[int]]:
-    """New tokens by the model's own `generate`, in one batch; anything may stand behind the end of a text."""
+    """New tokens by the model's `generate`, in one batch; tokens after the end token may be anything."""
     causal_lm, device, longest = subject.causal_lm, subject.device, max(map(len, prompts))
     ids = torch.tensor([[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -108,7 +108,7 @@ def _by_generate(
 
 
 class _EachStep(StoppingCriteria):
-    """Calls `step_done` after each token; it never stops anything."""
+    """Calls `step_done` after each token; it never stops the generation."""
 
     def __init__(self, step_done: Callable[[], object]) -> None:
         self.step_done = step_done

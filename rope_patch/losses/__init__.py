@@ -11,7 +11,7 @@ from .hidden import HiddenDistiller, HiddenTargets
 from .longce import DFT, LongCE
 from .native import NativeDistiller, NativeRequest, NativeTargets
 from .next_token import NextTokenLoss, NextTokenRequest, WeightedNextToken, next_token_loss
-from .passes import OnePass, SequentialPasses, StandardRequest, TwoPasses, ViewRequest
+from .passes import OnePass, StandardRequest, TwoPasses, ViewRequest
 from .relations import LogitKL, RelationDistiller
 from .self_distillation import SelfDistiller
 from .targets import RelationTargets
@@ -39,7 +39,6 @@ __all__ = [
     "RelationDistiller",
     "RelationTargets",
     "SelfDistiller",
-    "SequentialPasses",
     "SharedTeacher",
     "StandardRequest",
     "TwoPasses",

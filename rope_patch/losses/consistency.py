@@ -42,8 +42,8 @@ class ViewConsistency:
         direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".
         rows: "paper" as above; "query_in_suffix" adds the document's last query, which has no label.
         reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s; "uniform"
-            divides each KL_t by the probability that t lies behind a drawn s, and the sum by the sum of L, so that each
-            token weighs the same in the mean over draws. With s uniform on 0 .. L - 1, "sequence" weighs token i by
+            divides each KL_t by the probability that t >= s over draws, and the sum by the sum of L, so that each token
+            weighs the same in the mean over draws. With s uniform on 0 .. L - 1, "sequence" weighs token i by
             about ln(L / (L - i)) and "token" by i / L.
         kl_longce: LongCE's weights for the KL: w_t = min(p(x_(t+1) | all before) / p(x_(t+1) | a short context), cap)
             multiplies KL_t, so that queries that need no far token count less. None weighs all alike.
@@ -76,15 +76,15 @@ class ViewConsistency:
 
 @dataclass(frozen=True)
 class ComparedRows:
-    """The queries of a batch that count, and the weight of each one's KL.
+    """The N queries of a batch that count, and the weight of each one's KL.
 
     Args:
-        queries: indices of the rows among the flattened tokens, [N]: those with a label, and those that are compared.
-        labels: of the rows, -100 for none, [N].
-        document: ordinal of each row's document, [N].
+        queries: indices among the flattened tokens, [N]: those with a label, and those that are compared.
+        labels: -100 for none, [N].
+        document: ordinal of each query's document, [N].
         in_kl: queries that the KL sums over, bool [batch, n].
-        kl_factor: factor of each row's KL by the reduction, without lambda and the divisor, float32 [N].
-        kl_weight: weight of each row's KL in the loss, float32 [N].
+        kl_factor: factor of each KL by the reduction, without lambda and the divisor, float32 [N].
+        kl_weight: weight of each KL in the loss, float32 [N].
     """
 
     queries: torch.Tensor
@@ -106,28 +106,27 @@ class ComparedRows:
         kl_divisor: int,
         training: bool,
     ) -> "ComparedRows":
-        """Choose the rows.
+        """Choose the queries.
 
         Args:
             consistency: rows, divisors and weight.
             labelled: the batch.
             first_changed: s of each document, in the shape of its documents.
             counted: which documents count in the mean of the KL, bool [documents].
-            share: probability over draws that each token lies behind s, [batch, n]; only for "uniform".
+            share: probability over draws that t >= s for each token, [batch, n]; only for "uniform".
             kl_divisor: divisor of the sum of the KL.
             training: whether the KL is multiplied by lambda; evaluation measures it with weight 1.
         """
-        in_kl, suffix_length = labelled.suffix(first_changed, consistency.rows)
+        in_kl, suffix_length = labelled.suffix(first_changed, consistency.rows)  # [batch, n] each, L - s the latter
         in_kl = in_kl & counted[labelled.ordinal]
         weight = consistency.kl_weight if training else 1.0
-        factor = in_kl.double()
+        factor = in_kl.double()  # [batch, n]
         if consistency.reduction == "sequence":
             factor = factor / suffix_length.clamp(min=1)
         elif consistency.reduction == "uniform":
             assert share is not None
             factor = torch.where(in_kl, factor / share, 0.0)
-        factor = factor.flatten().float()
-        labels = labelled.next_label.flatten()
+        factor, labels = factor.flatten().float(), labelled.next_label.flatten()  # [batch n]
         queries = ((labels != IGNORE_INDEX) | (weight * factor != 0)).nonzero().squeeze(1)
         factor, document = factor[queries], labelled.ordinal.flatten()[queries]
         return cls(queries, labels[queries], document, in_kl, factor, factor * (weight / kl_divisor))
@@ -140,29 +139,13 @@ class ComparedRows:
         names = ("queries", "labels", "document", "kl_factor", "kl_weight")
         return replace(self, **{name: getattr(self, name)[here] for name in names})
 
-    def weighed(self, factor: torch.Tensor) -> "ComparedRows":
-        """A copy in which the KL of each row is multiplied by `factor`, [N]."""
-        return replace(self, kl_factor=self.kl_factor * factor, kl_weight=self.kl_weight * factor)
-
-    def without(self, dropped: torch.Tensor) -> "ComparedRows":
-        """A copy in which the KL of the rows `dropped` (indices into N) is zero."""
-        kept, in_kl = torch.ones_like(self.kl_factor), self.in_kl.clone()
-        kept[dropped] = 0.0
-        in_kl.view(-1)[self.queries[dropped]] = False
-        return replace(self.weighed(kept), in_kl=in_kl)
-
 
 @dataclass(frozen=True)
 class ShortContexts:
-    """`LongCE.reference` of a batch, [batch, n], where token weights need it.
+    """`LongCE.reference` of a batch, [batch, n], where token weights need it."""
 
-    Args:
-        ce: for the weights of the cross-entropy, or None.
-        kl: for `kl_longce`, or None.
-    """
-
-    ce: torch.Tensor | None = None
-    kl: torch.Tensor | None = None
+    ce: torch.Tensor | None = None  # for the weights of the cross-entropy
+    kl: torch.Tensor | None = None  # for `kl_longce`
 
 
 @dataclass(frozen=True)
@@ -191,7 +174,7 @@ def consistency_loss(
     training: bool,
     teacher: tuple[Any, torch.Tensor] | None = None,
     longce: LongCE | None = None,
-    short: ShortContexts = ShortContexts(),  # noqa: B008  # frozen
+    short: ShortContexts,
     earlier: NextTokenLoss | None = None,
     **options: Any,
 ) -> ConsistencyLoss:
@@ -206,7 +189,7 @@ def consistency_loss(
         ce_divisor: divisor of sums of cross-entropies.
         training: whether `view_clm` and `kl_top` are used.
         teacher: output head and last hidden states of the rows in another model, [N, H_t], as target of the KL; None
-            takes the standard view.
+            means the standard view.
         longce: token weights of the cross-entropies, or None.
         short: cross-entropies in short contexts, for `longce` and `kl_longce`.
         earlier: the standard view's cross-entropy, if an earlier call computed it; it is not in this loss then.
@@ -217,11 +200,11 @@ def consistency_loss(
     n_rows, kl_weight = len(rows.queries), rows.kl_weight
     labels = rows.labels if earlier is None else torch.full_like(rows.labels, IGNORE_INDEX)
     ce_weight = torch.full_like(kl_weight, 1 / ce_divisor)
-    of_longce = head_weights(longce, short.ce, rows.queries)
-    options |= of_longce
-    other, two_ce = view, bool(consistency.view_clm) and training
-    if two_ce:
-        # append the view's states again, as rows without a KL
+    longce_options = head_weights(longce, short.ce, rows.queries)
+    options |= longce_options
+    other, has_view_ce = view, bool(consistency.view_clm) and training
+    if has_view_ce:
+        # append the view's states again, as rows without a KL: all below is [2N] or [2N, H]
         standard, other = torch.cat([standard, view]), torch.cat([view, view])
         labels = torch.cat([labels, rows.labels])
         ce_weight = torch.cat([ce_weight, consistency.view_clm * ce_weight])
@@ -232,12 +215,17 @@ def consistency_loss(
     loss, metrics = head_losses(
         causal_lm, standard, other, labels, ce_weight, kl_weight, teacher, direction=direction, **options
     )
-    of_rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
-    if earlier is not None:
-        of_rows = _with_kl_of(earlier, of_rows, rows)
-    view_ce = (metrics.ce_factor * metrics.ce)[n_rows:].sum() if two_ce else None
-    token_weight = of_rows.ce_factor if of_longce else None
-    return ConsistencyLoss(loss, of_rows, rows.queries, token_weight, rows.in_kl, rows.kl_factor, view_ce)
+    row_metrics = {name: x[:n_rows] for name, x in vars(metrics).items()}  # [N] each, without the appended rows
+    if earlier is not None:  # it measured all but the KL, at `earlier.queries`
+        for name, x in vars(earlier.rows).items():
+            if name != "kl":
+                whole = x.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, x)  # [batch n]
+                row_metrics[name] = whole[rows.queries]
+    view_ce = (metrics.ce_factor * metrics.ce)[n_rows:].sum() if has_view_ce else None
+    token_weight = row_metrics["ce_factor"] if longce_options else None
+    return ConsistencyLoss(
+        loss, RowMetrics(**row_metrics), rows.queries, token_weight, rows.in_kl, rows.kl_factor, view_ce
+    )
 
 
 @torch.no_grad()
@@ -251,41 +239,32 @@ def _reweighted(
     short_ce: torch.Tensor | None,
     training: bool,
 ) -> ComparedRows:
-    """The rows with the weights of `kl_longce`, without those that `kl_top` leaves out."""
-    on = (rows.kl_weight != 0).nonzero().squeeze(1)
+    """The rows with the weights of `kl_longce`, without the KL of those that `kl_top` leaves out."""
+    on = (rows.kl_weight != 0).nonzero().squeeze(1)  # [M], indices into N
     none = torch.zeros(len(on), device=on.device)
-    chosen = rows
+    factor, in_kl = torch.ones_like(rows.kl_weight), rows.in_kl
     if short_ce is not None:
         assert consistency.kl_longce is not None
         _, metrics = head_losses(causal_lm, standard[on], None, rows.labels[on], none, None)
         reference = short_ce.flatten()[rows.queries[on]].to(metrics.ce.dtype)
-        factor = torch.ones_like(rows.kl_weight)
         factor[on] = ce_factors(metrics.ce, reference, consistency.kl_longce.cap).to(factor.dtype)
-        chosen = chosen.weighed(factor)
     if consistency.kl_top is not None and training:
         labels = torch.full_like(on, IGNORE_INDEX)
         other = None if teacher is None else (teacher[0], teacher[1][on])
         direction = consistency.direction
         _, metrics = head_losses(causal_lm, standard[on], view[on], labels, none, none + 1, other, direction=direction)
-        chosen = chosen.without(on[~top_share(metrics.kl, rows.document[on], consistency.kl_top)])
-    return chosen
+        dropped = on[~top_share(metrics.kl, rows.document[on], consistency.kl_top)]
+        factor[dropped] = 0.0
+        in_kl = in_kl.flatten().index_fill(0, rows.queries[dropped], False).view_as(in_kl)
+    return replace(rows, in_kl=in_kl, kl_factor=rows.kl_factor * factor, kl_weight=rows.kl_weight * factor)
 
 
 def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.Tensor:
     """Whether each value is among the ceil(share m) largest of the m values of its group, bool [N]."""
-    order = value.argsort(descending=True, stable=True)
+    order = value.argsort(descending=True, stable=True)  # [N]
     order = order[group[order].argsort(stable=True)]  # by group, descending within it
     _, counts = group[order].unique_consecutive(return_counts=True)
     rank = torch.arange(len(value), device=value.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     kept = torch.zeros_like(value, dtype=torch.bool)
     kept[order] = rank < (share * counts.repeat_interleave(counts)).ceil()
     return kept
-
-
-def _with_kl_of(earlier: NextTokenLoss, metrics: RowMetrics, rows: ComparedRows) -> RowMetrics:
-    """The metrics of an earlier call at these rows, with the KL of `metrics`."""
-    metrics_of_queries = {}
-    for name, values in vars(earlier.rows).items():
-        every = values.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, values)
-        metrics_of_queries[name] = every[rows.queries]
-    return RowMetrics(**{**metrics_of_queries, "kl": metrics.kl})

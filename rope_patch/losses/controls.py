@@ -4,6 +4,7 @@ import math
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -59,11 +60,6 @@ class NoisyPasses(Passes):
     In evaluation, the caller sets `evaluation_seed` for each batch, so that evaluations with the same batch size have
     the same noise.
 
-    Args:
-        causal_lm: the model.
-        decoder: its decoder.
-        control: the noise.
-
     Raises:
         ValueError: layers without attention and MLP, or an attention implementation without additive masks.
     """
@@ -86,9 +82,14 @@ class NoisyPasses(Passes):
         self._dropping = True
         if self.control.kind == "attention_noise":
             if attention_kernel(self.causal_lm) == "flex":
-                request.attention = _NoisyFlexAttention(self.control.strength)
+                request.attention = partial(_noisy_flex_attention, strength=self.control.strength)
             else:
-                request.attention = _NoisyAttention(request.labelled, self.decoder.config, self.control.strength)
+                request.attention = partial(
+                    _noisy_attention,
+                    labelled=request.labelled,
+                    config=self.decoder.config,
+                    strength=self.control.strength,
+                )
         output = yield None
         first = torch.zeros_like(request.labelled.documents.length)
         return PairedStates(standard, output.last_hidden_state, first, request.labelled)
@@ -136,42 +137,27 @@ def _noisy_modules(decoder: Any) -> list[nn.Module]:
     return modules
 
 
-@dataclass(frozen=True)
-class _NoisyAttention:
+def _noisy_attention(call: AttentionCall, labelled: Labelled, config: Any, strength: float) -> torch.Tensor:
     """Attention within documents, with noise on the scores by a mask [batch, n_heads, n, n], for short sequences."""
-
-    labelled: Labelled
-    config: Any
-    strength: float
-
-    def __call__(self, call: AttentionCall) -> torch.Tensor:
-        query, labelled = call.query, self.labelled
-        document = labelled.ordinal.masked_fill(~labelled.valid, -1)
-        distance = labelled.t[:, :, None] - labelled.t[:, None]
-        seen = (document[:, :, None] == document[:, None]) & (distance >= 0)
-        window = sliding_window(call, self.config)
-        if window is not None:
-            seen &= distance < window
-        seen |= torch.eye(query.shape[2], dtype=torch.bool, device=query.device)
-        shape = (*query.shape[:3], query.shape[2])
-        noise = self.strength * torch.randn(shape, dtype=query.dtype, device=query.device)
-        mask = additive_mask(seen[:, None], noise)
-        return call.with_inputs(query, call.key, call.value, mask)
+    query = call.query  # [batch, n_heads, n, head_dim]
+    document = labelled.ordinal.masked_fill(~labelled.valid, -1)
+    distance = labelled.t[:, :, None] - labelled.t[:, None]  # [batch, n, n], and so is seen
+    seen = (document[:, :, None] == document[:, None]) & (distance >= 0)
+    window = sliding_window(call, config)
+    if window is not None:
+        seen &= distance < window
+    noise = strength * torch.randn((*query.shape[:3], query.shape[2]), dtype=query.dtype, device=query.device)
+    return call.with_inputs(query, call.key, call.value, additive_mask(seen[:, None], noise))
 
 
-@dataclass(frozen=True)
-class _NoisyFlexAttention:
+def _noisy_flex_attention(call: AttentionCall, strength: float) -> torch.Tensor:
     """Attention with noise on the scores, which flex attention computes tile by tile, without a mask of n x n."""
-
-    strength: float
-
-    def __call__(self, call: AttentionCall) -> torch.Tensor:
-        words = torch.randint(-(2**31), 2**31, call.query.shape[:2], dtype=torch.int32, device=call.query.device)
-        noise = HashedNoise(words, torch.full((), self.strength, device=words.device))
-        options: dict[str, Any] = {"position_bias": noise}
-        if tiles := _tiles(call.query):
-            options["kernel_options"] = {**tiles, **(call.options.get("kernel_options") or {})}
-        return call.with_inputs(call.query, call.key, call.value, call.mask, **options)
+    words = torch.randint(-(2**31), 2**31, call.query.shape[:2], dtype=torch.int32, device=call.query.device)
+    noise = HashedNoise(words, torch.full((), strength, device=words.device))
+    options: dict[str, Any] = {"position_bias": noise}
+    if tiles := _tiles(call.query):
+        options["kernel_options"] = {**tiles, **(call.options.get("kernel_options") or {})}
+    return call.with_inputs(call.query, call.key, call.value, call.mask, **options)
 
 
 def _tiles(query: torch.Tensor) -> dict[str, int]:

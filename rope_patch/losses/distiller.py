@@ -1,7 +1,5 @@
 """Distillation in one call of a model: the teacher's forward runs before the student's."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,27 +69,20 @@ class Distiller(ForwardLoss):
         """Run the teacher's decoder without gradients and return its output; its attention gets the request too."""
         request.teaching = True
         shard = None if self.state is None else self.state.shard
-        # the student's hooks do this for its own forward; a copy has none
+        # the student's hooks do this for the student's forward; a copy has no hooks
         kwargs = call.kwargs if shard is None else shard.without_padding_mask(call.kwargs)
         try:
             with without_gradient(request.valid.device.type), self.teacher.ready() as teacher:
-                with nullcontext() if shard is None else _attending_as_in_training(teacher):
+                # in eval mode, DeepSpeed's Ulysses attends to the tokens of one rank only, so attention modules go to
+                # training mode; nothing else in them may depend on it, such as dropout
+                attention = [] if shard is None else [m for m in teacher.modules() if hasattr(m, "is_causal")]
+                in_eval = [module for module in attention if not module.training]
+                for module in in_eval:
+                    module.training = True
+                try:
                     return teacher(*call.args, **kwargs)
+                finally:
+                    for module in in_eval:
+                        module.training = False
         finally:
             request.teaching = False
-
-
-@contextmanager
-def _attending_as_in_training(decoder: nn.Module) -> Iterator[None]:
-    """Put attention modules in training mode: in eval mode, DeepSpeed's Ulysses attends to the tokens of one rank only.
-
-    Nothing else in them may depend on the mode, such as dropout.
-    """
-    frozen = [m for m in decoder.modules() if hasattr(m, "is_causal") and not m.training]
-    for module in frozen:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module in frozen:
-            module.training = False

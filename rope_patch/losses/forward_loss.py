@@ -41,9 +41,9 @@ class LossRequest:
     def __init__(self, valid: torch.Tensor, document: torch.Tensor) -> None:
         self.valid = valid
         self.document = document
-        self.teaching = False  # whether the forward in flight is a teacher's
-        self.suspended: AroundDecoder | None = None  # of the forward in flight, waiting at its `yield`
-        self.compared = False  # whether the decoder has run with it
+        self.teaching = False  # whether the running forward is a teacher's
+        self.suspended: AroundDecoder | None = None  # of the running forward, waiting at its `yield`
+        self.compared = False  # whether the decoder has run with this request
 
     def visit(self, call: AttentionCall) -> torch.Tensor | None:
         """Called in each attention call of the forward; a tensor that it returns replaces the output of attention."""
@@ -52,26 +52,16 @@ class LossRequest:
 
 @dataclass(frozen=True)
 class DecoderCall:
-    """A call of a decoder whose forward has not begun.
-
-    Args:
-        decoder: the decoder.
-        args: its positional arguments.
-        kwargs: its keyword arguments, the request among them.
-    """
+    """A call of a decoder whose forward has not begun; its keyword arguments hold the request."""
 
     decoder: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
-    def without_request(self) -> dict[str, Any]:
-        """Keyword arguments for an extra forward over the same tokens, in which the loss hooks do nothing."""
-        return {name: value for name, value in self.kwargs.items() if name != REQUEST}
-
     def run_before(self) -> Any:
         """Run an extra forward over the same tokens before the one that was called, and return its output."""
-        return self.decoder(*self.args, **self.without_request)
+        # without the request, the loss hooks do nothing
+        return self.decoder(*self.args, **{name: x for name, x in self.kwargs.items() if name != REQUEST})
 
 
 class ForwardLoss:
@@ -91,13 +81,7 @@ class ForwardLoss:
         self.causal_lm: Any = find_causal_lm(model)
         self.decoder: Any = find_decoder(model)
         require(why_unreachable(self.causal_lm, self.decoder))
-        _refuse_prompts(model)
-        self._refuse_noise()
-        # image encoders call the same attention functions and may get the request: only these modules answer it
-        self._text_modules = {id(module) for module in self.decoder.modules()}
-        self.state = state_of(self.decoder)
-
-    def _refuse_noise(self) -> None:
+        refuse_prompts(model)
         alpha = getattr(self.causal_lm.get_input_embeddings(), "neftune_noise_alpha", None)
         if alpha is not None:
             raise ValueError(
@@ -105,6 +89,9 @@ class ForwardLoss:
                 "in each forward, and distillation compares forwards. Switch it off, e.g. with transformers' "
                 "deactivate_neftune."
             )
+        # image encoders call the same attention functions and may get the request: only these modules answer it
+        self._text_modules = {id(module) for module in self.decoder.modules()}
+        self.state = state_of(self.decoder)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if the loss cannot read documents of `length` tokens."""
@@ -112,12 +99,11 @@ class ForwardLoss:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Compute the loss of each forward in the block that gets a request."""
-        self._refuse_noise()  # it may have been switched on since
         handles = [
             # before the hook that draws the view: the end of a teacher's forward clears the view in force
             self.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True, prepend=True),
             self.decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
-            self.causal_lm.register_forward_hook(_require_compared, with_kwargs=True),
+            self.causal_lm.register_forward_hook(self._require_compared, with_kwargs=True),
         ]
         try:
             with watched_attention(self.causal_lm, self._take_request), self._watching():
@@ -149,10 +135,18 @@ class ForwardLoss:
         assert request.suspended is not None
         try:
             request.suspended.send(output)
-        except StopIteration:
+        except StopIteration:  # the generator has returned, and the loss is on the request
             request.suspended, request.compared = None, True
-        else:
-            raise AssertionError(f"{type(self).__name__}._around_decoder must yield exactly once")
+
+    def _require_compared(
+        self, causal_lm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        request: LossRequest | None = kwargs.get(REQUEST)
+        if request is not None and not request.compared:
+            raise ValueError(
+                f"{type(causal_lm).__name__} does not pass keyword arguments on to its decoder, so the loss cannot be "
+                "computed there. Use objective='clm'."
+            )
 
     def _around_decoder(self, request: Any, call: DecoderCall) -> AroundDecoder:
         """Run code before and after the decoder's forward, and write the loss to the request (`AroundDecoder`)."""
@@ -165,6 +159,17 @@ def require(reason: str | None) -> None:
         raise ValueError(reason)
 
 
+def refuse_prompts(model: nn.Module) -> None:
+    """Raise ValueError if an adapter of the model learns prompts."""
+    for name, config in adapter_configs(model).items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"adapter {name!r} learns prompts ({config.peft_type.value}): it puts virtual tokens before those of "
+                "the sequence, and losses of hidden states would mix up the two. Use LoRA, or objective='clm' without "
+                "objective_args."
+            )
+
+
 @contextmanager
 def without_gradient(device_type: str) -> Iterator[None]:
     """Switch off gradients and the weight cache of autocast.
@@ -175,22 +180,3 @@ def without_gradient(device_type: str) -> Iterator[None]:
     dtype = torch.get_autocast_dtype(device_type)
     with torch.no_grad(), torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
         yield
-
-
-def _require_compared(causal_lm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    request = kwargs.get(REQUEST)
-    if isinstance(request, LossRequest) and not (request.compared or request.teaching):
-        raise ValueError(
-            f"{type(causal_lm).__name__} does not pass keyword arguments on to its decoder, so the loss cannot be "
-            "computed there. Use objective='clm'."
-        )
-
-
-def _refuse_prompts(model: nn.Module) -> None:
-    for name, config in adapter_configs(model).items():
-        if config.is_prompt_learning:
-            raise ValueError(
-                f"adapter {name!r} learns prompts ({config.peft_type.value}): it puts virtual tokens before those of "
-                "the sequence, and losses of hidden states would mix up the two. Use LoRA, or objective='clm' without "
-                "objective_args."
-            )

@@ -10,13 +10,10 @@ from rope_kernels import RowMetrics, linear_ce_kl, linear_kl_rows
 
 
 def logit_transform(config: Any) -> tuple[float, float | None]:
-    """(scale, softcap) of z = softcap tanh(scale product / softcap), softcap None for none.
+    """(scale, softcap) of z = softcap tanh(scale product / softcap), softcap None for none, by the text config.
 
     `logit_scale` (Cohere), `output_multiplier` and `lm_head_multiplier` (Falcon-H1) multiply, `logits_scaling` divides
     (Granite) except in HyperCLOVA X, and `final_logit_softcapping` bounds (Gemma).
-
-    Args:
-        config: of the text model.
     """
     scale = None
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
@@ -49,7 +46,7 @@ def head_losses(
         labels: [N].
         ce_weight: [N].
         kl_weight: [N] or None.
-        teacher: output head and last hidden states of another model, [N, H_t], as target of the KL; None takes the
+        teacher: output head and last hidden states of another model, [N, H_t], as target of the KL; None means the
             standard view.
         temperature: divides all logits, also those of the cross-entropy.
         **options: of `linear_ce_kl`.
@@ -71,7 +68,7 @@ def head_losses(
         if hidden_teacher is not None:
             options["teacher_hidden"] = hidden_teacher.to(other.weight.dtype)
             options["teacher_weight"], options["teacher_bias"] = _beside(hidden_teacher, other)
-        total, of_rows = linear_ce_kl(
+        total, row_metrics = linear_ce_kl(
             hidden_std.to(head.weight.dtype),
             None if hidden_view is None else hidden_view.to(head.weight.dtype),
             head.weight,
@@ -83,10 +80,10 @@ def head_losses(
             softcap=softcap,
             **options,
         )
-        metrics.append(of_rows)
+        metrics.append(row_metrics)
         return total
 
-    total = _reading([head, other], loss, hidden_std, hidden_view, None if teacher is None else teacher[1])
+    total = _with_weights([head, other], loss, hidden_std, hidden_view, None if teacher is None else teacher[1])
     return total, metrics[0]
 
 
@@ -126,7 +123,7 @@ def head_kl(
             **options,
         )
 
-    return _reading([head, teacher_head], rows, hidden, teacher_hidden)
+    return _with_weights([head, teacher_head], rows, hidden, teacher_hidden)
 
 
 def _beside(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -136,11 +133,7 @@ def _beside(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _require_floating(*heads: Any) -> None:
-    """Refuse heads with integer weights, since hidden states are cast to the dtype of the weights.
-
-    Raises:
-        ValueError: a head is quantized to integers.
-    """
+    """Refuse heads with integer weights, since hidden states are cast to the dtype of the weights."""
     for head in heads:
         if head is not None and not head.weight.is_floating_point():
             raise ValueError(
@@ -150,7 +143,7 @@ def _require_floating(*heads: Any) -> None:
             )
 
 
-def _reading(heads: list[Any], compute: Callable[..., torch.Tensor], *hidden: torch.Tensor | None) -> torch.Tensor:
+def _with_weights(heads: list[Any], compute: Callable[..., torch.Tensor], *hidden: torch.Tensor | None) -> torch.Tensor:
     """Call `compute(*hidden)`, which reads the weights of heads.
 
     DeepSpeed ZeRO-3 gathers a weight only for forward and backward of its module. So `compute` runs there as the

@@ -102,7 +102,7 @@ class HiddenDistiller(Distiller):
 
     def _around_decoder(self, request: HiddenRequest, call: DecoderCall) -> AroundDecoder:
         taught = self._ask_teacher(request, call)
-        chosen, last = [taught.hidden_states[i] for i in self.layers], taught.last_hidden_state
+        chosen, last = [taught.hidden_states[i] for i in self.layers], taught.last_hidden_state  # [batch, n, H_t] each
         del taught
         two_passes = self.targets.short_to_long and self.decoder.training
         if two_passes:
@@ -120,5 +120,5 @@ class HiddenDistiller(Distiller):
 
 
 def _one_minus_cos(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Sum over real tokens."""
+    """Sum over real tokens of states [batch, n, H]."""
     return (1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1))[valid].sum()

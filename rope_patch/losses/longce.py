@@ -57,17 +57,11 @@ class LongCE:
 
     @torch.no_grad()
     def reference(self, causal_lm: Any, decoder: Any, labelled: Labelled) -> torch.Tensor:
-        """Cross-entropy of the label of each query in its short context, float32 [batch, n], nan where it has none.
-
-        Args:
-            causal_lm: the model, for its head.
-            decoder: its decoder.
-            labelled: the batch.
-        """
+        """Cross-entropy of the label of each query in its short context, float32 [batch, n], nan where it has none."""
         ids = labelled.ids
-        reference = torch.full(ids.shape, float("nan"), device=ids.device).flatten()
+        reference = torch.full(ids.shape, float("nan"), device=ids.device).flatten()  # [batch n]
         size, seq_len = self.short_context + self.stride, ids.shape[1]
-        # windows as [first token among all rows, tokens]
+        # [windows, 2]: the first token among the flattened tokens, and the number of tokens
         windows = torch.tensor(
             [
                 (row * seq_len + first + start, min(size, length - start))
@@ -80,18 +74,21 @@ class LongCE:
         offset = torch.arange(size, device=ids.device)
         labels = labelled.next_label.flatten()
         parts = list(windows.split(max(1, ids.numel() // size))) if len(windows) else []
-        # a window of one token scores nothing
-        nothing = torch.tensor([[0, 1]], device=ids.device)
-        parts += [nothing] * (_most_of_ranks(decoder, len(parts), ids.device) - len(parts))
+        # under ZeRO-3 and FSDP2, ranks gather weights together, so each runs as many forwards
+        if any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in decoder.parameters()):
+            most = torch.tensor(len(parts), device=ids.device)
+            distributed.all_reduce(most, distributed.ReduceOp.MAX)
+            nothing = torch.tensor([[0, 1]], device=ids.device)  # a window of one token scores nothing
+            parts += [nothing] * (int(most) - len(parts))
         for chosen in parts:
-            begin, length = chosen[:, :1], chosen[:, 1:]
-            token = (begin + offset).clamp(max=ids.numel() - 1)
+            begin, length = chosen[:, :1], chosen[:, 1:]  # [m, 1] each
+            token = (begin + offset).clamp(max=ids.numel() - 1)  # [m, size]
             # padding is on the right, where no real token attends to it
             rows = ids.flatten()[token].masked_fill(offset >= length, 0)
             with rope_view(decoder, "standard"), without_gradient(ids.device.type):
                 hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state
             scored = (offset >= self.short_context - 1) & (offset < length - 1) & (labels[token] != IGNORE_INDEX)
-            queries = token[scored]
+            queries = token[scored]  # [scored], which have seen at least K tokens
             none = torch.zeros(len(queries), device=ids.device)
             _, metrics = head_losses(causal_lm, hidden[scored], None, labels[queries], none, None)
             reference[queries] = metrics.ce.float()
@@ -112,16 +109,6 @@ class DFT(LongCE):
     def reference(self, causal_lm: Any, decoder: Any, labelled: Labelled) -> torch.Tensor:
         """Cross-entropies of 0, as in a context that predicts every token."""
         return torch.zeros(labelled.ids.shape, device=labelled.ids.device)
-
-
-def _most_of_ranks(decoder: Any, n_forwards: int, device: torch.device) -> int:
-    """The largest number of forwards of any rank, if ranks must gather weights together for each forward."""
-    # ZeRO-3 and FSDP2
-    if not any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in decoder.parameters()):
-        return n_forwards
-    most = torch.tensor(n_forwards, device=device)
-    distributed.all_reduce(most, distributed.ReduceOp.MAX)
-    return int(most)
 
 
 def head_weights(longce: LongCE | None, short_ce: torch.Tensor | None, queries: torch.Tensor) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Knowledge distillation from the pretrained model at true positions to the model under a view, for every token."""
 
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import nn
@@ -72,11 +72,8 @@ class NativeTargets:
 class NativeRequest(LossRequest):
     """Carries a batch with its labels; the forward writes the loss and metrics of the student to it.
 
-    Args:
-        labelled: the batch.
-        n_tokens: divisor of the sum of the KL.
-        n_labels: divisor of the sum of cross-entropies of labels.
-        n_next: divisor of the sum of cross-entropies of next tokens.
+    The sum of the KL is divided by `n_tokens`, that of cross-entropies of labels by `n_labels`, and that of
+    cross-entropies of all next tokens by `n_next`.
     """
 
     loss: torch.Tensor
@@ -137,34 +134,42 @@ class NativeDistiller(Distiller):
             self.require_taught_length("the teacher, the model as it was pretrained,", length)
 
     def _around_decoder(self, request: NativeRequest, call: DecoderCall) -> AroundDecoder:
-        taught = None if self.teacher is None else self._taught(request, call)
+        taught = None
+        if self.teacher is not None:
+            self.check_length(int(request.labelled.documents.length.max()))
+            taught = request.labelled.states(self._ask_teacher(request, call).last_hidden_state, request.queries)
+            taught = taught.to("cpu") if self.offload else taught  # [N, H_t]
         output = yield None
-        hidden = request.labelled.states(output.last_hidden_state, request.queries)
-        labels, ce_weight = self._asked(request)
+        hidden = request.labelled.states(output.last_hidden_state, request.queries)  # [N, H]
+        labels, ce_weight = self._labels_and_weights(request)
         if taught is None:
             request.loss, request.rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
             return
         kl_weight = torch.full_like(ce_weight, self.targets.weight / request.n_tokens)
         teacher = self.teacher.head, taught.to(hidden.device)
         del taught
-        options: dict[str, Any] = {"direction": self.targets.direction, "temperature": self.targets.temperature}
-        if self.targets.temperature == 1:
+        direction, temperature = self.targets.direction, self.targets.temperature
+        if temperature == 1:
             request.loss, request.rows = head_losses(
-                self.causal_lm, hidden, hidden, labels, ce_weight, kl_weight, teacher, **options
+                self.causal_lm, hidden, hidden, labels, ce_weight, kl_weight, teacher, direction=direction
             )
             return
+        # the temperature is for the KL alone, so the cross-entropy takes another sweep over the vocabulary
         ce, rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
-        none = torch.full_like(labels, IGNORE_INDEX)
-        kl, of_kl = head_losses(self.causal_lm, hidden, hidden, none, ce_weight, kl_weight, teacher, **options)
-        request.loss, request.rows = ce + kl, replace(rows, kl=of_kl.kl)
+        kl, kl_rows = head_losses(
+            self.causal_lm,
+            hidden,
+            hidden,
+            torch.full_like(labels, IGNORE_INDEX),
+            ce_weight,
+            kl_weight,
+            teacher,
+            direction=direction,
+            temperature=temperature,
+        )
+        request.loss, request.rows = ce + kl, replace(rows, kl=kl_rows.kl)
 
-    def _taught(self, request: NativeRequest, call: DecoderCall) -> torch.Tensor:
-        """Last hidden states of the teacher at the queries, on the CPU if they are offloaded."""
-        self.check_length(int(request.labelled.documents.length.max()))
-        states = request.labelled.states(self._ask_teacher(request, call).last_hidden_state, request.queries)
-        return states.to("cpu") if self.offload else states
-
-    def _asked(self, request: NativeRequest) -> tuple[torch.Tensor, torch.Tensor]:
+    def _labels_and_weights(self, request: NativeRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """The label of each query, -100 for none, and the weight of its cross-entropy, both [N]."""
         labels, has_label = request.labels, request.has_label
         weight = has_label * (self.targets.clm_weight / request.n_labels)

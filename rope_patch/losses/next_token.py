@@ -66,24 +66,24 @@ def next_token_loss(
         causal_lm: the model, for its head.
         labelled: the batch.
         hidden: last hidden states, [batch, n, H].
-        divisor: labels of all that the mean is over.
+        divisor: number of labels that the mean is over.
         longce: LongCE's weights, or None.
         short_ce: `LongCE.reference` of the batch, [batch, n]; None weighs all alike.
         cue: weight of the cue's tokens, or None.
         **options: of `rope_kernels.linear_ce_kl`.
     """
-    labels = labelled.next_label.flatten()
+    labels = labelled.next_label.flatten()  # [batch n]
     queries = labelled.held((labels != IGNORE_INDEX).nonzero().squeeze(1))
     ce_weight = torch.full((len(queries),), 1 / divisor, device=labels.device)
-    of_cue = None if cue is None else cue.factors(labelled).flatten()[queries]
-    if of_cue is not None:
-        ce_weight = ce_weight * of_cue
-    of_longce = head_weights(longce, short_ce, queries)
-    states = labelled.states(hidden, queries)
-    loss, rows = head_losses(causal_lm, states, None, labels[queries], ce_weight, None, **options, **of_longce)
-    token_weight = rows.ce_factor if of_longce or cue is not None else None
-    if token_weight is not None and of_cue is not None:
-        token_weight = token_weight * of_cue
+    cue_factor = None if cue is None else cue.factors(labelled).flatten()[queries]
+    if cue_factor is not None:
+        ce_weight = ce_weight * cue_factor
+    longce_options = head_weights(longce, short_ce, queries)
+    states = labelled.states(hidden, queries)  # [N, H]
+    loss, rows = head_losses(causal_lm, states, None, labels[queries], ce_weight, None, **options, **longce_options)
+    token_weight = rows.ce_factor if longce_options or cue is not None else None
+    if token_weight is not None and cue_factor is not None:
+        token_weight = token_weight * cue_factor
     return NextTokenLoss(loss, rows, queries, token_weight)
 
 

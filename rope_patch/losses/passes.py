@@ -12,12 +12,13 @@ from transformers.utils import logging
 
 from ..attention.two_view import TwoViewAttention, copy_granule
 from ..families.attention_calls import AttentionCall
-from ..forward.drawn_view import Batch, ForwardIndex
+from ..forward.drawn_view import Batch
 from ..forward.sources import TableSource, ViewSource
 from ..forward.state import RopeState
 from ..layout.labelled import Labelled
 from ..layout.two_view import TwoViewLayout
 from ..patch import rope_view
+from ..rope.rotary import parameter_names
 from .consistency import ShortContexts
 from .forward_loss import Arguments, DecoderCall
 from .next_token import NextTokenRequest
@@ -26,21 +27,10 @@ logger = logging.get_logger(__name__)
 
 
 class StandardRequest(NextTokenRequest):
-    """For the first of two calls, under true positions: the forward writes to it what the second call needs.
-
-    Args:
-        labelled: the batch.
-        ce_divisor: what the sum of cross-entropies is divided by.
-    """
+    """For the first of two calls, under true positions: the forward writes to it what the second call needs."""
 
     short: ShortContexts
     states: torch.Tensor | None = None  # [batch, n, H], detached
-
-    def take_states(self) -> torch.Tensor:
-        """Return the states and drop them from the request, since they are large."""
-        states, self.states = self.states, None
-        assert states is not None
-        return states
 
 
 class ViewRequest(NextTokenRequest):
@@ -49,7 +39,7 @@ class ViewRequest(NextTokenRequest):
     Args:
         labelled: the batch.
         ce_divisor: what the sum of cross-entropies is divided by.
-        kl_divisor: what the KL is divided by, `SelfDistiller.kl_count` of all that the mean is over.
+        kl_divisor: what the KL is divided by, the sum of `SelfDistiller.kl_count` over the step.
         earlier: the request of the first call if there are two, else None.
     """
 
@@ -120,112 +110,76 @@ class Passes(ABC):
 
 @dataclass(frozen=True)
 class TwoPasses(Passes):
-    """The standard view's forward first, with its graph, then the view's.
+    """The forward under true positions first, then the view's.
 
-    Args:
-        source: of the view.
-        n_layers: of the model.
+    Both keep their graphs, unless an earlier call of the model, with its own backward, has run the first one.
     """
 
     source: ViewSource
-    n_layers: int
 
     def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
-        with rope_view(call.decoder, "standard"):
-            standard = call.run_before().last_hidden_state
+        if request.earlier is None:
+            with rope_view(call.decoder, "standard"):
+                standard = call.run_before().last_hidden_state
+        else:  # the states are large, so the request drops them
+            standard, request.earlier.states = request.earlier.states, None
         output = yield None
-        # not earlier: the draw that s belongs to is made in the view's forward
-        first = first_changed(self.source, request.labelled, self.n_layers)
+        # the view's forward has made its draw, which s belongs to
+        first = first_changed(self.source, request.labelled, call.decoder)
         return PairedStates(standard, output.last_hidden_state, first, request.labelled)
 
 
 @dataclass(frozen=True)
-class SequentialPasses(Passes):
-    """The second of two calls, each with its own backward, so that one graph lives at a time.
-
-    The first call has written the detached states of the standard view to its `StandardRequest`, here `earlier`.
-
-    Args:
-        source: of the view.
-        n_layers: of the model.
-    """
-
-    source: ViewSource
-    n_layers: int
-
-    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
-        assert request.earlier is not None
-        output = yield None
-        # not earlier: the draw that s belongs to is made in the view's forward
-        first = first_changed(self.source, request.labelled, self.n_layers)
-        return PairedStates(request.earlier.take_states(), output.last_hidden_state, first, request.labelled)
-
-
-@dataclass(frozen=True)
 class OnePass(Passes):
-    """One forward over the tokens and, behind them, copies of those that the view moves (`TwoViewLayout`).
+    """One forward over the tokens, followed by copies of those that the view moves (`TwoViewLayout`).
 
     A call takes two passes instead if the model passes finished 4D masks to its decoder.
-
-    Args:
-        causal_lm: the model.
-        decoder: its decoder.
-        parameters: names of what its forward takes, in order.
-        state: of the patched model.
-        source: of the view.
     """
 
     causal_lm: nn.Module
-    decoder: Any
-    parameters: tuple[str, ...]
     state: RopeState
     source: ViewSource
 
     def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
-        named = {**dict(zip(self.parameters, call.args, strict=False)), **call.kwargs}
-        n_layers = self.decoder.config.num_hidden_layers
+        decoder, labelled = call.decoder, request.labelled
+        named = {**dict(zip(parameter_names(decoder), call.args, strict=False)), **call.kwargs}
+        position_ids, mask = named.get("position_ids"), named.get("attention_mask")
         # masks finished by the model around the decoder may show more than causality, as between parts of an image
-        if named.get("attention_mask") is not None and not _is_padding_mask(named["attention_mask"]):
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
             logger.warning_once(
                 "Both views run in two passes, because the model passes finished 4D masks to its decoder."
             )
-            return (yield from TwoPasses(self.source, n_layers).pair(call, request))
+            return (yield from TwoPasses(self.source).pair(call, request))
+        (n_rows, seq_len), device = labelled.ids.shape, labelled.ids.device
+        batch = Batch(
+            rows=n_rows,
+            seq_len=seq_len,
+            device=device,
+            position_ids=position_ids,
+            attention_mask=mask,
+            cached=0,
+            training=decoder.training,
+            ids=labelled.ids,
+        )
         # draw before the forward: the draw decides which tokens are copied
-        drawn, positions = self._bind(named, request.labelled)
-        first = first_changed(self.source, request.labelled, n_layers)
-        layout = TwoViewLayout.of(request.labelled, first, copy_granule(self.causal_lm, positions.shape[1]))
-        index = layout.index(positions, _from_document_starts(drawn(positions), positions, request.labelled))
-        request.attention = TwoViewAttention(layout, self.causal_lm, self.decoder.config)
-        table = TableSource(index)
+        drawn = self.source.bind(batch)
+        positions = torch.arange(seq_len, device=device) if position_ids is None else position_ids
+        positions = positions.expand(n_rows, seq_len)  # true ones
+        first = first_changed(self.source, labelled, decoder)
+        layout = TwoViewLayout.of(labelled, first, copy_granule(self.causal_lm, seq_len))
+        moved = _from_document_starts(drawn(positions), positions, labelled)
+        table = TableSource(layout.index(positions, moved))  # [batch, tokens and copies]
+        request.attention = TwoViewAttention(layout, self.causal_lm, decoder.config)
         self.state.overrides.append(table)  # `SelfDistiller.active` removes it if the forward raises
         output = yield (), _with_copies(named, layout, positions)
         self.state.overrides.remove(table)
         if not request.attended:
             raise ValueError(
                 f"{type(self.causal_lm).__name__} does not call its attention through Transformers' table with the "
-                "keyword arguments that it gets, so one forward cannot give both views: ask for two passes, "
+                "keyword arguments that it gets, so one forward cannot give both views: choose two passes, "
                 "objective_args={'passes': 'two'}."
             )
-        return PairedStates(output.last_hidden_state, output.last_hidden_state, first, request.labelled, layout.seen)
-
-    def _bind(self, named: dict[str, Any], labelled: Labelled) -> tuple[ForwardIndex, torch.Tensor]:
-        """The view with its draws for the call, and true positions, [batch, n]."""
-        (n_rows, seq_len), device = labelled.ids.shape, labelled.ids.device
-        position_ids = named.get("position_ids")
-        drawn = self.source.bind(
-            Batch(
-                rows=n_rows,
-                seq_len=seq_len,
-                device=device,
-                position_ids=position_ids,
-                attention_mask=named.get("attention_mask"),
-                cached=0,
-                training=self.decoder.training,
-                ids=labelled.ids,
-            )
-        )
-        positions = torch.arange(seq_len, device=device) if position_ids is None else position_ids
-        return drawn, positions.expand(n_rows, seq_len)
+        return PairedStates(output.last_hidden_state, output.last_hidden_state, first, labelled, layout.seen)
 
 
 def _from_document_starts(index: torch.Tensor, positions: torch.Tensor, labelled: Labelled) -> torch.Tensor:
@@ -233,36 +187,28 @@ def _from_document_starts(index: torch.Tensor, positions: torch.Tensor, labelled
 
     A view may shift a whole prefix (cyclic). RoPE does not see that, but the copies share the prefix of the tokens.
     """
-    begins = labelled.valid & (labelled.t == 0)
-    shift = torch.zeros(int(labelled.ordinal.max()) + 1, dtype=index.dtype, device=index.device)
+    begins = labelled.valid & (labelled.t == 0)  # [batch, n]
+    shift = torch.zeros(int(labelled.ordinal.max()) + 1, dtype=index.dtype, device=index.device)  # [documents]
     shift[labelled.ordinal[begins]] = (index - positions)[begins]
     return index - shift[labelled.ordinal]
 
 
 def _with_copies(named: dict[str, Any], layout: TwoViewLayout, positions: torch.Tensor) -> dict[str, Any]:
     """Arguments of the decoder for tokens and copies."""
-    n_rows, seq_len = positions.shape
-    # a 4D mask keeps Transformers from building one; TwoViewAttention has its own mask
-    unused = torch.ones(n_rows, 1, 1, 1, dtype=torch.bool, device=positions.device)
-    return {
+    n_rows = len(positions)
+    both = dict(named)
+    for name, value in named.items():
         # tokens, embeddings, and anything else that a family computes per token outside its decoder
-        **{name: layout.with_copies(x) if _is_per_token(x, n_rows, seq_len) else x for name, x in named.items()},
-        "attention_mask": unused,
-        # true positions: some families scale queries by them
-        "position_ids": layout.with_copies(positions),
-        "use_cache": False,
-    }
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[:2] == positions.shape:
+            both[name] = layout.with_copies(value)
+    # a 4D mask keeps Transformers from building one; TwoViewAttention has its own mask
+    both["attention_mask"] = torch.ones(n_rows, 1, 1, 1, dtype=torch.bool, device=positions.device)
+    both["position_ids"] = layout.with_copies(positions)  # true ones: some families scale queries by them
+    both["use_cache"] = False
+    return both
 
 
-def _is_padding_mask(mask: Any) -> bool:
-    return isinstance(mask, torch.Tensor) and mask.ndim == 2
-
-
-def _is_per_token(value: Any, n_rows: int, seq_len: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[:2] == (n_rows, seq_len)
-
-
-def first_changed(source: ViewSource, labelled: Labelled, n_layers: int) -> torch.Tensor:
+def first_changed(source: ViewSource, labelled: Labelled, decoder: Any) -> torch.Tensor:
     """s, the first token of each document that the forward's draw moves, in the shape of its documents.
 
     Raises:
@@ -273,4 +219,4 @@ def first_changed(source: ViewSource, labelled: Labelled, n_layers: int) -> torc
             "objective 'self-distill' needs a view, and position IDs with several axes (mRoPE, with images) have "
             "none: use 'hidden-distill' or 'relation-distill' without a view."
         )
-    return source.last.affected_from(labelled.drawn_at, n_layers)
+    return source.last.affected_from(labelled.drawn_at, decoder.config.num_hidden_layers)

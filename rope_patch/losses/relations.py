@@ -45,10 +45,11 @@ class LogitKL:
     def last_tokens(self, document: torch.Tensor) -> torch.Tensor:
         """Which tokens count, bool [batch, n], given the document of each, int64 [batch, n], -1 on padding."""
         valid = document >= 0
-        in_row = valid.flip(1).cumsum(1).flip(1)  # real tokens of the row from each one on
+        in_row = valid.flip(1).cumsum(1).flip(1)  # [batch, n], real tokens of the row from each one on
         n_documents = int(document.max().clamp(min=0)) + 1
         row = torch.arange(len(document), device=document.device)[:, None]
-        place = (row * n_documents + document.clamp(min=0)).flatten()
+        place = (row * n_documents + document.clamp(min=0)).flatten()  # [batch n], of (row, document)
+        # [batch documents], real tokens of the row from the document's last one on
         at_end = in_row.new_full((len(document) * n_documents,), document.shape[1])
         at_end.scatter_reduce_(0, place, in_row.masked_fill(~valid, document.shape[1]).flatten(), "amin")
         return valid & (in_row - at_end[place].view_as(in_row) < self.last)
@@ -57,8 +58,8 @@ class LogitKL:
 class RelationRequest(LossRequest):
     """Keeps the teacher's queries, keys and values of each layer; the student's layers write their losses to it.
 
-    A layer's loss is computed inside the layer, so that gradient checkpointing repeats it, and queries, keys and values
-    of all student layers are never in memory at once.
+    A layer's loss is computed inside the layer, so that gradient checkpointing repeats it, and the student's queries,
+    keys and values of all layers are never in memory at once.
 
     Args:
         valid: which tokens are real, bool [batch, n].
@@ -77,7 +78,7 @@ class RelationRequest(LossRequest):
         offload: bool,
     ) -> None:
         super().__init__(valid, document)
-        # for one document a row without padding, kernels need causality only and compare no borders
+        # with one document a row and no padding, kernels need causality only and compare no borders
         plain = bool((document == 0).all()) or bool((document == document[:, :1]).all() and valid.all())
         self.visibility = Visibility(True) if plain else Visibility.of_documents(document)
         self.targets = targets
@@ -92,6 +93,7 @@ class RelationRequest(LossRequest):
 
     def visit(self, call: AttentionCall) -> None:
         """Record the teacher's tensors of a layer, or compute the student's loss against them."""
+        # q is [batch, n_heads, n, head_dim], k and v have n_kv_heads
         layer, query, key = call.module.layer_idx, call.query, call.key
         if self.targets.layers is not None and layer not in self.targets.layers:
             return
@@ -100,8 +102,15 @@ class RelationRequest(LossRequest):
         tensors = {"q": query, "k": key, "v": call.value}
         needed = set(self.targets.weights) - {"attention"} | ({"q", "k"} if self.targets.attention else set())
         if self.teaching:
-            if layer in self.teacher or key.shape[2] != query.shape[2]:
-                raise ValueError(_not_one_relation(call))
+            kind, what = type(call.module).__name__, None
+            if key.shape[2] != query.shape[2]:
+                what = f"{kind} attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens"
+            elif layer in self.teacher:
+                what = f"attention of layer {layer} ({kind}) runs more than once a forward"
+            if what is not None:
+                raise ValueError(
+                    f"{what}, so its tokens have no single relation: choose other `layers`, or another objective."
+                )
             device = "cpu" if self.offload else query.device
             self.teacher[layer] = {n: self._of_whole_rows(tensors[n].detach()).to(device) for n in sorted(needed)}
             return
@@ -117,7 +126,7 @@ class RelationRequest(LossRequest):
         n_heads = {name: query.shape[1] for name in self.targets.weights}
         if self.targets.denominator == "own_heads":
             n_heads |= {name: tensors[name].shape[1] for name in n_heads if name != "attention"}
-        losses = [rows[name].sum() / n_heads[name] for name in self.targets.weights]
+        losses = [rows[name].sum() / n_heads[name] for name in self.targets.weights]  # scalars
         # a recompute needs only the graph; the value is there already
         self.sums.setdefault(layer, torch.stack(losses))
 
@@ -129,7 +138,7 @@ class RelationRequest(LossRequest):
     def _rows(
         self, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
     ) -> dict[str, torch.Tensor]:
-        """Target -> divergence of each row, [batch, its heads, n]."""
+        """Target -> divergence of each row of its maps, [batch, its heads, n]."""
         factor = self.student_factor**-2  # squared, because both factors of a product have it
         rows: dict[str, torch.Tensor] = {}
         # relations of the same width and scale share one kernel launch: a few heads do not fill a GPU
@@ -185,15 +194,6 @@ class RelationRequest(LossRequest):
             )
         place = list(self.targets.weights).index(name)
         return torch.stack([self.sums[layer][place] for layer in sorted(self.sums)]).mean()
-
-
-def _not_one_relation(call: AttentionCall) -> str:
-    layer, kind = call.module.layer_idx, type(call.module).__name__
-    if call.key.shape[2] != call.query.shape[2]:
-        what = f"{kind} attends to {call.key.shape[2]} keys in a row of {call.query.shape[2]} tokens"
-    else:
-        what = f"attention of layer {layer} ({kind}) runs more than once a forward"
-    return f"{what}, so its tokens have no single relation: choose other `layers`, or another objective."
 
 
 class RelationDistiller(Distiller):
@@ -261,10 +261,10 @@ class RelationDistiller(Distiller):
             del taught  # this generator would keep the states in memory during the student's forward
             yield None  # the layers compute their losses
             return
-        chosen = self.logit_kl.last_tokens(request.document)
+        chosen = self.logit_kl.last_tokens(request.document)  # [batch, n]
         if request.shard is not None:
             chosen = request.shard.local(chosen)
-        taught = taught[chosen]
+        taught = taught[chosen]  # [N, H_t]
         output = yield None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
             request.logit_kl = head_kl(

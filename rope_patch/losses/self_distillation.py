@@ -12,7 +12,6 @@ from ..families.capabilities import why_no_losses, why_no_self_distillation, why
 from ..forward.drawn_view import DrawnView
 from ..forward.sources import ViewSource
 from ..layout.labelled import Labelled
-from ..rope.rotary import parameter_names
 from ..views import Standard
 from .consistency import ComparedRows, ShortContexts, ViewConsistency, consistency_loss
 from .controls import Control, NoisyPasses
@@ -20,7 +19,7 @@ from .distiller import Distiller
 from .forward_loss import AroundDecoder, DecoderCall, require
 from .longce import LongCE
 from .next_token import NextTokenRequest, next_token_loss
-from .passes import OnePass, Passes, SequentialPasses, StandardRequest, TwoPasses, ViewRequest
+from .passes import OnePass, Passes, StandardRequest, TwoPasses, ViewRequest
 from .teacher import CopiedTeacher, SharedTeacher
 
 logger = logging.get_logger(__name__)
@@ -68,39 +67,29 @@ class SelfDistiller(Distiller):
         require(why_no_losses(self.causal_lm, self.decoder))
         self.consistency, self.longce = consistency, longce
         self.view: ViewSource | None = None
-        if control is None:
-            self._compare_views(one_pass)
-        else:
-            self._compare_noise(control)
-
-    def _compare_noise(self, control: Control) -> None:
-        if self.state is not None and self.state.source is not None and self.state.source.view.perturbs:
-            raise ValueError("a control compares two forwards at true positions: leave view at 'standard'.")
-        self.passes, self.changes = NoisyPasses(self.causal_lm, self.decoder, control), AllChanges()
-
-    def _compare_views(self, one_pass: bool) -> None:
         source = None if self.state is None else self.state.source
-        if self.state is None or source is None or (self.teacher is None and not source.view.perturbs):
+        if control is not None:
+            if source is not None and source.view.perturbs:
+                raise ValueError("a control compares two forwards at true positions: leave view at 'standard'.")
+            self.passes, self.changes = NoisyPasses(self.causal_lm, self.decoder, control), AllChanges()
+            return
+        if source is None or (teacher is None and not source.view.perturbs):
             raise ValueError(
                 "objective 'self-distill' compares a view with true positions: give view='skip' or another that "
                 "perturbs. With teacher='native' and a rescaled model, view='standard' does too."
             )
         require(why_no_self_distillation(self.causal_lm, self.decoder))
-        n_layers = self.decoder.config.num_hidden_layers
-        self.view = source
-        uniform = self.consistency.reduction == "uniform" and self.teacher is None
-        self.drawn = ViewChanges.of(source, n_layers, needs_share=uniform)
+        self.view, self.passes = source, self._choose_passes(source, one_pass)
+        needs_share = consistency.reduction == "uniform" and teacher is None
+        self.drawn = ViewChanges.of(source, self.decoder.config.num_hidden_layers, needs_share=needs_share)
         # a teacher's predictions differ from the first token on
-        self.changes = self.drawn if self.teacher is None else AllChanges()
+        self.changes = self.drawn if teacher is None else AllChanges()
+
+    def _choose_passes(self, source: ViewSource, one_pass: bool) -> Passes:
+        """One forward for both views if that is exact, else two."""
         reason = why_two_passes(self.causal_lm, self.decoder) if one_pass else "one_pass=False"
         if source.view.layerwise or source.view.rescales:
             reason = "a view that differs by layer or rescales frequencies"
-        self.passes = TwoPasses(source, n_layers)
-        if reason is None:
-            self.passes = OnePass(self.causal_lm, self.decoder, parameter_names(self.decoder), self.state, source)
-        self._tell_passes(reason)
-
-    def _tell_passes(self, reason: str | None) -> None:
         if not self.consistency.kl_weight and not self.consistency.view_clm:
             logger.info(
                 "The weights of the view are 0: training runs true positions only, and evaluation measures the KL."
@@ -109,6 +98,10 @@ class SelfDistiller(Distiller):
             logger.info("Both views run in one forward.")
         else:
             logger.warning(f"Both views run in two passes instead of one: the model has {reason}.")
+        if reason is not None:
+            return TwoPasses(source)
+        assert self.state is not None
+        return OnePass(self.causal_lm, self.state, source)
 
     @property
     def one_pass(self) -> bool:
@@ -153,68 +146,70 @@ class SelfDistiller(Distiller):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        with self.passes.active(), self._view_in_force():
-            yield
-
-    @contextmanager
-    def _view_in_force(self) -> Iterator[None]:
         """Switch the view on in evaluation, and off in training that does not compare."""
-        if self.view is None:
-            yield
-            return
-        assert self.state is not None
-        n_before = len(self.state.overrides)
-        if not self.decoder.training and self.state.when == "train":
-            self.state.overrides.append(self.view)
-        elif not self.compares:
-            self.state.overrides.append(ViewSource(Standard(), 0))
-        try:
-            yield
-        finally:
-            while len(self.state.overrides) > n_before:  # a forward that raised leaves more than one
-                self.state.overrides.pop()
+        with self.passes.active():
+            if self.view is None:
+                yield
+                return
+            assert self.state is not None
+            n_before = len(self.state.overrides)
+            if not self.decoder.training and self.state.when == "train":
+                self.state.overrides.append(self.view)
+            elif not self.compares:
+                self.state.overrides.append(ViewSource(Standard(), 0))
+            try:
+                yield
+            finally:
+                while len(self.state.overrides) > n_before:  # a forward that raised leaves more than one
+                    self.state.overrides.pop()
 
     def _around_decoder(self, request: NextTokenRequest, call: DecoderCall) -> AroundDecoder:
-        if isinstance(request, StandardRequest):
-            return self._first_of_two_calls(request, call)
-        assert isinstance(request, ViewRequest)
-        return self._both_views(request, call) if self.compares else self._standard_alone(request, call)
+        if isinstance(request, ViewRequest) and self.compares:
+            return self._both_views(request, call)
+        return self._standard_alone(request, call)
 
-    def _standard_alone(self, request: ViewRequest, call: DecoderCall) -> AroundDecoder:
-        """The cross-entropy under true positions, without a second view."""
+    def _standard_alone(self, request: NextTokenRequest, call: DecoderCall) -> AroundDecoder:
+        """The cross-entropy under true positions: the whole loss, or that of the first of two calls."""
         short = self._read_short(request.labelled)
-        hidden = yield from self.passes.standard(call)
-        request.result = next_token_loss(
-            self.causal_lm, request.labelled, hidden, request.ce_divisor, longce=self.longce, short_ce=short.ce
-        )
-
-    def _first_of_two_calls(self, request: StandardRequest, call: DecoderCall) -> AroundDecoder:
-        """The cross-entropy under true positions, in a call of its own."""
-        request.short = self._read_short(request.labelled)
-        hidden = yield from self.passes.standard(call)
+        hidden = yield from self.passes.standard(call)  # [batch, n, H]
         request.result = next_token_loss(
             self.causal_lm,
             request.labelled,
             hidden,
             request.ce_divisor,
             longce=self.longce,
-            short_ce=request.short.ce,
-            chunk_rows=self._few_rows(),
+            short_ce=short.ce,
+            chunk_rows=self._few_rows() if isinstance(request, StandardRequest) else None,
         )
-        request.states = hidden.detach()
+        if isinstance(request, StandardRequest):
+            request.short, request.states = short, hidden.detach()
 
     def _both_views(self, request: ViewRequest, call: DecoderCall) -> AroundDecoder:
         """The whole loss in one call, or the rest of it in the second of two calls."""
-        earlier, passes = request.earlier, self.passes
-        short = self._read_short(request.labelled) if earlier is None else earlier.short
-        if earlier is not None:
+        labelled, training, earlier = request.labelled, self.decoder.training, request.earlier
+        passes, taught = self.passes, None
+        if earlier is None:
+            short = self._read_short(labelled)
+        else:
             assert self.view is not None
-            passes = SequentialPasses(self.view, self.decoder.config.num_hidden_layers)
-        taught = self._taught_states(request, call)
+            short, passes = earlier.short, TwoPasses(self.view)
+        if self.teacher is not None:
+            self.check_length(int(labelled.documents.length.max()))
+            taught = self._ask_teacher(request, call).last_hidden_state  # [batch, n, H_t]
         pair = yield from passes.pair(call, request)
-        rows = self._choose_rows(request, pair.first_changed).held(request.labelled)
-        standard, view = pair.at(rows.queries)
-        teacher = None if taught is None else (self.teacher.head, request.labelled.states(taught, rows.queries))
+        first_changed = pair.first_changed if taught is None else torch.zeros_like(pair.first_changed)
+        share = self.changes.share(labelled) if self.consistency.reduction == "uniform" else None
+        rows = ComparedRows.of(
+            self.consistency,
+            labelled,
+            first_changed,
+            self.compared(labelled),
+            share,
+            kl_divisor=request.kl_divisor,
+            training=training,
+        ).held(labelled)
+        standard, view = pair.at(rows.queries)  # [N, H] each
+        teacher = None if taught is None else (self.teacher.head, labelled.states(taught, rows.queries))
         del pair, taught  # frees the states of all tokens before memory peaks in the loss
         request.result = consistency_loss(
             self.causal_lm,
@@ -223,7 +218,7 @@ class SelfDistiller(Distiller):
             standard,
             view,
             ce_divisor=request.ce_divisor,
-            training=self.decoder.training,
+            training=training,
             teacher=teacher,
             longce=self.longce,
             short=short,
@@ -231,41 +226,20 @@ class SelfDistiller(Distiller):
             chunk_rows=None if earlier is None else self._few_rows(),
         )
 
-    def _choose_rows(self, request: ViewRequest, first_changed: torch.Tensor) -> ComparedRows:
-        labelled = request.labelled
-        share = self.changes.share(labelled) if self.consistency.reduction == "uniform" else None
-        return ComparedRows.of(
-            self.consistency,
-            labelled,
-            first_changed if self.teacher is None else torch.zeros_like(first_changed),
-            self.compared(labelled),
-            share,
-            kl_divisor=request.kl_divisor,
-            training=self.decoder.training,
-        )
-
-    def _taught_states(self, request: ViewRequest, call: DecoderCall) -> torch.Tensor | None:
-        """Last hidden states of the teacher, [batch, n, H]; None without a teacher."""
-        if self.teacher is None:
-            return None
-        self.check_length(int(request.labelled.documents.length.max()))
-        states: torch.Tensor = self._ask_teacher(request, call).last_hidden_state
-        return states
-
     def _read_short(self, labelled: Labelled) -> ShortContexts:
         """Cross-entropies in short contexts, if a weight needs them."""
         if not self.decoder.training:
             return ShortContexts()
-        of_kl, ce, kl = self.consistency.kl_longce, None, None
+        kl_longce, ce, kl = self.consistency.kl_longce, None, None
         if self.longce is not None:
             ce = self.longce.reference(self.causal_lm, self.decoder, labelled)
-        if of_kl is not None:
-            same = self.longce is not None and replace(self.longce, cap=of_kl.cap) == of_kl
-            kl = ce if same else of_kl.reference(self.causal_lm, self.decoder, labelled)
+        if kl_longce is not None:
+            same = self.longce is not None and replace(self.longce, cap=kl_longce.cap) == kl_longce
+            kl = ce if same else kl_longce.reference(self.causal_lm, self.decoder, labelled)
         return ShortContexts(ce, kl)
 
     def _few_rows(self) -> int:
-        """Rows of logits at a time, to bound memory: in two calls, gradients of all weights exist beside the logits."""
+        """Rows of logits at a time in two calls, where gradients of all weights exist beside the logits."""
         vocabulary = self.causal_lm.get_output_embeddings().weight.shape[0]
         rows = _LOGITS_BYTES // (2 * 4 * vocabulary)
         return max(1, rows // 128 * 128 or rows)
@@ -284,23 +258,17 @@ class AllChanges:
         return torch.zeros_like(labelled.documents.length)
 
     def share(self, labelled: Labelled) -> torch.Tensor:
-        """Probability that each token lies behind the first changed one, 1, [batch, n]."""
+        """Probability that t >= s for each token, 1, [batch, n]."""
         return torch.ones_like(labelled.t, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class ViewChanges:
-    """Which predictions the draws of a view change.
-
-    Args:
-        source: of the view.
-        n_layers: of the model.
-        knows_share: whether the view can tell how often a token lies behind the first one that it moves.
-    """
+    """Which predictions the draws of a view change."""
 
     source: ViewSource
     n_layers: int
-    knows_share: bool
+    knows_share: bool  # whether the view can tell how often t >= s
 
     @classmethod
     def of(cls, source: ViewSource, n_layers: int, *, needs_share: bool) -> "ViewChanges":
@@ -339,5 +307,5 @@ class ViewChanges:
         return DrawnView(view, documents, draws).affected_from(labelled.drawn_at, self.n_layers)
 
     def share(self, labelled: Labelled) -> torch.Tensor:
-        """Probability over draws that each token lies behind s, [batch, n]."""
+        """Probability over draws that t >= s for each token, [batch, n]."""
         return self.source.view.affected_share(labelled.t, labelled.documents.length)

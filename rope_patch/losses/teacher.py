@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from ..families.capabilities import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
 from ..rescalings.in_place import RopeParameters, restored_to_float32
 from ..rope.rotary import find_causal_lm, find_decoder
+from .forward_loss import refuse_prompts
+
+# PEFT's initialisations of LoRA that subtract the new adapter from the base weights, or quantise these
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class SharedTeacher:
@@ -23,22 +27,29 @@ class SharedTeacher:
 
     Raises:
         ValueError: other parameters than adapters are trained, so that the teacher would change; or adapters are
-            merged, are prompts, or changed the base weights at their creation (PiSSA and similar).
+            merged, learn prompts, or changed the base weights when they were made (PiSSA and similar).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        refuse_prompts(model)
         for name, config in adapter_configs(model).items():
-            _require_base_as_it_was(name, config)
-        self._switches = adapter_layers(model)
+            init = getattr(config, "init_lora_weights", None)
+            if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
+                raise ValueError(
+                    f"adapter {name!r}: init_lora_weights={init!r} changes the base weights, so that with adapters off "
+                    "the model is not the pretrained one, which should be the teacher. Use init_lora_weights=True, "
+                    "'gaussian', 'orthogonal' or 'eva', which do not change them."
+                )
+        self._layers = adapter_layers(model)
         self._require_unmerged()
-        added = {id(p) for layer in self._switches for p in _added_by(layer)}
+        added = {id(p) for layer in self._layers for p in _added_by(layer)}
         others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in added]
-        if not self._switches or others:
+        if not self._layers or others:
             wrong = (
                 f"{others[0]} and {len(others) - 1} more are trained too: freeze them, biases by bias='none' in the "
                 "adapter config"
-                if self._switches
+                if self._layers
                 else "this model has none"
             )
             raise ValueError(f"a teacher in the same weights needs adapters, and nothing else trained; {wrong}.")
@@ -48,22 +59,25 @@ class SharedTeacher:
         """The decoder as the teacher, for forwards inside the block."""
         self._require_unmerged()
         decoder = find_decoder(self.model)
-        before = [layer._disable_adapters for layer in self._switches]
-        with ExitStack() as stack:
-            stack.enter_context(native_rope(self.model))
-            stack.enter_context(rope_view(self.model, "standard"))
-            stack.enter_context(_without_dropout(decoder))
-            # not PEFT's disable_adapter, which unfreezes frozen adapters and walks through the model each time
-            for layer in self._switches:
-                layer._disable_adapters = True
+        were_off = [layer._disable_adapters for layer in self._layers]
+        # eval mode for these modules alone: the others keep their mode, and so gradient checkpointing
+        noisy = [m for m in decoder.modules() if m.training and is_noisy(m)]
+        with native_rope(self.model), rope_view(self.model, "standard"):
             try:
+                for module in noisy:
+                    module.training = False
+                # not PEFT's disable_adapter, which unfreezes frozen adapters and walks through the model each time
+                for layer in self._layers:
+                    layer._disable_adapters = True
                 yield decoder
             finally:
-                for layer, was in zip(self._switches, before, strict=True):
-                    layer._disable_adapters = was
+                for layer, was_off in zip(self._layers, were_off, strict=True):
+                    layer._disable_adapters = was_off
+                for module in noisy:
+                    module.training = True
 
     def _require_unmerged(self) -> None:
-        if any(getattr(layer, "merged", False) for layer in self._switches):
+        if any(getattr(layer, "merged", False) for layer in self._layers):
             raise ValueError(
                 "adapters are merged into the weights, so they cannot be switched off for the teacher: call "
                 "unmerge_adapter first."
@@ -105,7 +119,7 @@ class CopiedTeacher:
             self.copy.to("cpu")
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast the weights, but not the frequencies, to the dtype of an engine that runs without autocast."""
+        """Cast the weights to the dtype of an engine that runs without autocast; frequencies stay float32."""
         for parameter in self.copy.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -136,7 +150,6 @@ class CopiedTeacher:
     @contextmanager
     def ready(self) -> Iterator[Any]:
         """The copy's decoder, for forwards inside the block."""
-        # wrappers may have moved the student
         self.copy.to(next(self.student.parameters()).device)
         try:
             yield find_decoder(self.copy)
@@ -162,26 +175,6 @@ def _deepcopy(causal_lm: nn.Module) -> Any:
     return copy.deepcopy(causal_lm, whole)
 
 
-# PEFT's initialisations of LoRA that subtract the new adapter from the base weights, or quantise these
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
-def _require_base_as_it_was(name: str, config: Any) -> None:
-    """Raise ValueError if the model with this adapter switched off is not the model that was loaded."""
-    if config.is_prompt_learning:
-        raise ValueError(
-            f"adapter {name!r} learns prompts ({config.peft_type.value}), which cannot be switched off for a teacher: "
-            "use LoRA."
-        )
-    init = getattr(config, "init_lora_weights", None)
-    if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
-        raise ValueError(
-            f"adapter {name!r}: init_lora_weights={init!r} changes the base weights, so that with adapters off the "
-            "model is not the pretrained one, which should be the teacher. Use init_lora_weights=True, "
-            "'gaussian', 'orthogonal' or 'eva', which do not change them."
-        )
-
-
 def adapter_layers(model: nn.Module) -> list[Any]:
     """PEFT's layers that add to the model's own and can be switched off."""
     try:
@@ -197,16 +190,3 @@ def _added_by(layer: nn.Module) -> list[nn.Parameter]:
     base = getattr(layer, "base_layer", None)
     below = set() if base is None else {id(p) for p in base.parameters()}
     return [p for p in layer.parameters() if id(p) not in below]
-
-
-@contextmanager
-def _without_dropout(decoder: nn.Module) -> Iterator[None]:
-    """Put random modules in eval mode; the others keep their mode, and so gradient checkpointing."""
-    active = [m for m in decoder.modules() if m.training and is_noisy(m)]
-    for module in active:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in active:
-            module.training = True

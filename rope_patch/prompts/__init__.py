@@ -1,4 +1,4 @@
-"""Texts and questions that models are asked: books, hidden facts, their wordings, chat templates.
+"""Prompts: text files, retrieval questions and their wordings, chat templates.
 
 Measures and training rows both import from here.
 """

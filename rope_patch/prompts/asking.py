@@ -1,4 +1,4 @@
-"""How a model is asked: in raw text, or in the user's turn of its chat template."""
+"""Prompt formats: raw text, or a user's message in the chat template."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -9,12 +9,12 @@ from ..layout.special_tokens import SpecialTokens
 
 ChatTemplate = Literal["auto", "on", "off"]
 _MARK = "=text="
-# a model that thinks before it answers would spend the few tokens of an answer on that; other templates ignore it
+# a reasoning model would spend the few tokens of an answer on thinking; other templates ignore this
 TEMPLATE_OPTIONS: dict[str, Any] = {"enable_thinking": False}
 
 
 def uses_chat_template(tokenizer: PreTrainedTokenizerBase, choice: ChatTemplate) -> bool:
-    """Whether a model is asked through its chat template: "auto" means if its tokenizer has one.
+    """Whether prompts use the tokenizer's chat template; "auto" uses it if there is one.
 
     Raises:
         ValueError: an unknown choice, or "on" for a tokenizer without a template.
@@ -27,31 +27,30 @@ def uses_chat_template(tokenizer: PreTrainedTokenizerBase, choice: ChatTemplate)
     return has_one and choice != "off"
 
 
-def tokens_behind(tokenizer: PreTrainedTokenizerBase, text: str, before: str = ".") -> list[int]:
-    """Token ids of a text that goes on another one.
+def tokens_after(tokenizer: PreTrainedTokenizerBase, text: str, before: str = ".") -> list[int]:
+    """Token IDs of a text that follows another one.
 
-    Tokenizers of Llama 2's kind put a space before all that they are given. Alone, " 7" would have two spaces, which no
-    text has there.
+    Tokenizers such as Llama 2's put a space before every text. Alone, " 7" would get two spaces, which it has in no
+    longer text.
 
     Args:
         tokenizer: of the model.
-        text: what goes on.
-        before: the text before it, or its end. Where its tokens are other ones together with `text`, that one is
-            tokenized alone.
+        text: the text.
+        before: the text before it, or its end. If `text` changes the tokens of `before`, it is tokenized alone.
     """
-    begun, both, alone = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (before, before + text, text))
-    goes_on: list[int] = both[len(begun) :] if both[: len(begun)] == begun else alone
-    return goes_on
+    first, both, alone = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (before, before + text, text))
+    following: list[int] = both[len(first) :] if both[: len(first)] == first else alone
+    return following
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around a text that a model is asked about.
+    """What surrounds a text and its question in a prompt.
 
     Args:
-        begin: token ids before the text: those that begin any text, or the template's up to what a user writes.
-        turn: what stands between the user's question and the model's answer; "" in raw text.
-        tokens: of `begin` and `turn` together.
+        begin: token IDs before the text: those that begin any text, or the template's before the user's message.
+        turn: text between the user's question and the model's answer; "" in raw text.
+        tokens: number of tokens of `begin` and `turn`.
     """
 
     begin: tuple[int, ...]
@@ -60,10 +59,10 @@ class Frame:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, chat: bool) -> "Frame":
-        """Of raw text, or of the tokenizer's chat template with one message by the user.
+        """The frame of raw text, or of one user message in the tokenizer's chat template.
 
         Raises:
-            ValueError: the template does not show the message as it was written, once.
+            ValueError: the template does not show the message exactly once, unchanged.
         """
         if not chat:
             begin = SpecialTokens.of(tokenizer).begin

@@ -1,4 +1,4 @@
-"""The phrasings of retrieval questions: what a model can answer in one wording only, it cannot do."""
+"""Wordings of retrieval prompts: a skill should not depend on one of them."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ PASSKEY_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here w
 
 @dataclass(frozen=True)
 class PasskeyWording:
-    """One phrasing of the passkey task.
+    """One wording of the passkey task.
 
     Args:
         filler: sentences that are repeated around the needle.
-        needle: the sentences that hold the number, `{key}`.
-        question: what is asked.
-        beginning: how the answer begins, up to the number.
+        needle: the sentences with the number, `{key}`.
+        question: the question.
+        beginning: the beginning of the answer, up to the number.
     """
 
     filler: str
@@ -25,16 +25,16 @@ class PasskeyWording:
 
 @dataclass(frozen=True)
 class NeedleWording:
-    """One phrasing of needles in running text, each a number, `{value}`, of a name, `{key}`.
+    """One wording of needles in other text. A needle gives a number, `{value}`, of a name, `{key}`.
 
     Args:
         only: the needle of a name with one number.
-        one_of: the needle of a name with several numbers.
-        number: what the number is called, after "the", "the second" or the like.
-        numbers: the same of several numbers.
+        one_of: a needle of a name with several numbers.
+        number: what the number is called, after "the" or "the second".
+        numbers: the plural.
         of: the words between number and name.
-        question: what is asked; `{be}` is "is" or "are", `{asked}` e.g. "all the access codes of amber-anchor".
-        beginning: how the answer begins; `{Asked}` is `{asked}` without "all", with a capital letter.
+        question: the question; `{be}` is "is" or "are", `{asked}` e.g. "all the access codes of amber-anchor".
+        beginning: the beginning of the answer; `{asked}` has no "all" here, and `{Asked}` begins with a capital letter.
     """
 
     only: str
@@ -46,7 +46,7 @@ class NeedleWording:
     beginning: str
 
 
-# the first one is Landmark Attention's; benchmarks and results of before there were others have it alone
+# the first one is Landmark Attention's, which older results of this project used alone
 PASSKEY_WORDINGS = (
     PasskeyWording(
         PASSKEY_FILLER,
@@ -115,4 +115,4 @@ NEEDLE_WORDINGS = (
 )
 
 N_WORDINGS = len(PASSKEY_WORDINGS)
-assert len(NEEDLE_WORDINGS) == N_WORDINGS  # a wording's number means one wording of each kind
+assert len(NEEDLE_WORDINGS) == N_WORDINGS  # an index means one wording of each task

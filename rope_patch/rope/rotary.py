@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,6 +90,9 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             if isinstance(model, str)
             else f"model must be a loaded model, got {type(model).__name__}."
         )
+    known = None if torch.compiler.is_compiling() else _known_decoder(model)  # Dynamo cannot trace weak references
+    if known is not None:
+        return known
     modules = list(model.named_modules())  # once: each walk through a patched decoder reads the call stack
     rotary = dict(_rotary_among(modules))
     candidates = [m for _, m in modules if isinstance(m, PreTrainedModel)]
@@ -118,8 +122,30 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             f"model type {candidates[0].config.model_type!r} has RoPE in several transformers ({names}) over sequences "
             "of their own, such as bytes and patches of bytes: a view has no one meaning there."
         )
-    holders = [m for m in candidates if set(rotary.values()) <= set(m.modules())]
-    return holders[-1]  # modules() lists parents before children
+    inner = set(rotary.values())
+    # modules() lists parents before children
+    name, decoder = [(n, m) for n, m in modules if isinstance(m, PreTrainedModel) and inner <= set(m.modules())][-1]
+    if not torch.compiler.is_compiling():
+        _DECODERS[model] = (name, weakref.ref(decoder))
+    return decoder
+
+
+# of each model, the name of its decoder and the decoder: each forward looks for it, and a walk through all modules of
+# a large model takes milliseconds
+_DECODERS: "weakref.WeakKeyDictionary[nn.Module, tuple[str, weakref.ref[PreTrainedModel]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _known_decoder(model: nn.Module) -> PreTrainedModel | None:
+    """The decoder that `find_decoder` found in `model` before; None if it is no longer at that name."""
+    name, decoder = _DECODERS.get(model, ("", None))
+    if decoder is None:
+        return None
+    try:
+        return decoder() if model.get_submodule(name) is decoder() else None
+    except AttributeError:  # wrapped since, e.g. by FSDP
+        return None
 
 
 def rotary_owners(model: nn.Module) -> list[nn.Module]:

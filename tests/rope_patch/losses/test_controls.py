@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import REQUEST, Control, SelfDistiller, ViewConsistency, ViewRequest
-from rope_patch.losses.controls import SMALL_TILES, HashedNoise, _cosine, _NoisyFlexAttention, _tiles
+from rope_patch.losses.controls import SMALL_TILES, HashedNoise, _cosine, _noisy_flex_attention, _tiles
 
 STRENGTH = 0.3
 
@@ -35,11 +35,12 @@ def run(model, data, kind, consistency=None, strength=STRENGTH):
 def noisy(noise):
     """Dense attention with noise(query) on its scores, of one unpadded batch."""
 
-    def attention(module, query, key, value, mask, scaling=None, **_):
+    def attention(module, query, key, value, mask, scaling=None, sliding_window=None, **_):
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
         scores = query @ key.transpose(2, 3) * scaling + STRENGTH * noise(query)
-        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).triu(1)
+        every = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device)
+        hidden = every.triu(1) if sliding_window is None else every.triu(1) | every.tril(-sliding_window)
         return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
 
     return attention
@@ -92,8 +93,7 @@ def by_hand(model, data, kind, attention="noisy_by_hand"):
     return ce + (kl.sum(1) / ids.shape[1]).mean()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(("family", "checkpointing"), [("llama", True), ("mistral-sliding", False)])
 @pytest.mark.parametrize("kind", ["dropout", "attention_noise"])
 def test_loss_and_every_gradient_are_those_of_two_noisy_passes(kind, family, checkpointing):
     data = batch("plain")
@@ -124,11 +124,10 @@ def test_documents_stay_apart_and_all_their_rows_count(kind, data):
 
 
 @pytest.mark.usefixtures("flex_runs_eagerly")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @torch.no_grad()
-def test_flex_attention_forms_its_noise_tile_by_tile(family):
+def test_flex_attention_forms_its_noise_tile_by_tile():
     # without gradients, which flex attention has on a GPU alone
-    data, model = batch("plain"), tiny(family, "flex_attention").train()
+    data, model = batch("plain"), tiny("qwen3", "flex_attention").train()
     request = run(model, data, "attention_noise")
     torch.testing.assert_close(request.result.loss, by_hand(model, data, "attention_noise", "hashed_by_hand"))
     assert request.result.rows.kl.sum() > 0
@@ -162,7 +161,7 @@ def test_strengths_of_noise_share_one_compiled_flex_attention():
         call = SimpleNamespace(
             query=query, key=query, value=query, mask=None, with_inputs=lambda *_, position_bias: position_bias
         )
-        noise = _NoisyFlexAttention(strength)(call)
+        noise = _noisy_flex_attention(call, strength)
 
         def moved(score, *place, noise=noise):
             return score + noise[place]
@@ -257,13 +256,6 @@ def test_hashed_noise_is_normal_and_nothing_repeats():
     )
     for other in (noise.roll(1, 0), noise.roll(1, 1), noise.roll(1, 2), noise.roll(1, 3), noise.mT, noise.flip(3)):
         assert (noise * other).mean().abs() < 0.01
-
-
-def test_no_noise_is_no_difference():
-    """KL falls with the square of the noise, so what is left without it is nothing."""
-    kl = [run(tiny(dtype=torch.float64).train(), batch("plain"), "attention_noise", strength=s).result.rows.kl.sum()
-          for s in (1e-2, 2e-2)]  # fmt: skip
-    assert kl[0] > 0 and kl[1] / kl[0] == pytest.approx(4, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "attention_noise"])

@@ -106,19 +106,15 @@ def test_a_head_keeps_its_forward_when_the_loss_raises():
     assert head.forward is patched
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
-@pytest.mark.parametrize("whose", ["own", "teacher"])
+@pytest.mark.parametrize(("whose", "dtype"), [("own", torch.uint8), ("teacher", torch.int8)])
 def test_a_quantized_head_is_refused(whose, dtype):
     """As bitsandbytes has it: hidden states cast to its dtype would be integers."""
     model, other = tiny(), tiny().get_output_embeddings()
     broken = model.get_output_embeddings() if whose == "own" else other
     broken.weight = torch.nn.Parameter(broken.weight.data.to(dtype), requires_grad=False)
     hidden, ones, labels = torch.randn(N, H), torch.ones(N), torch.zeros(N, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=f"weights of the output head, which must be floating point, got Linear with {dtype}"
-    ):
+    message = f"weights of the output head, which must be floating point, got Linear with {dtype}"
+    with pytest.raises(ValueError, match=message):
         head_losses(model, hidden, hidden, labels, ones, ones, teacher=(other, hidden))
-    with pytest.raises(
-        ValueError, match=f"weights of the output head, which must be floating point, got Linear with {dtype}"
-    ):
+    with pytest.raises(ValueError, match=message):
         head_kl(model, other, hidden, hidden)

@@ -48,26 +48,13 @@ def with_trained_norm():
         (lambda: RelationTargets(layers=3), r"layers must be a list of .*e.g. \[3\], or None, got 3"),
         (lambda: RelationTargets(layers="12"), "layers must be a list of .*got '12'"),
         (lambda: RelationTargets(layers=[True, False]), r"layers must be a list of .*got \[True, False\]"),
-        (lambda: RelationTargets(v=float("nan")), "weight of 'v' must be a number of at least 0, got nan"),
-        (lambda: RelationTargets(v=True), "weight of 'v' must be a number of at least 0, got True"),
         (lambda: RelationTargets(divergence="mse", attention=1.0), "set attention=0"),
-        *(
-            (
-                lambda weight=weight: LogitKL(weight=weight),
-                f"weight must be a number of at least 0, got {weight}",
-            )
-            for weight in (float("nan"), float("inf"), True, -1.0)
-        ),
-        (lambda: LogitKL(weight=1.0, last=2.5), "last must be an integer of at least 1, got 2.5"),
-        (lambda: LogitKL(weight=1.0, last=True), "last must be an integer of at least 1, got True"),
+        (lambda: LogitKL(weight=float("nan")), "weight must be a number of at least 0, got nan"),
         (lambda: LogitKL(weight=1.0, last=0), "last must be an integer of at least 1, got 0"),
-        (lambda: LogitKL(weight=1.0, temperature=float("nan")), "temperature must be a number above 0, got nan"),
-        (lambda: HiddenTargets(weight=True), "weight must be a number above 0, got True"),
-        (lambda: HiddenTargets(weight="5"), "weight must be a number above 0, got '5'"),
-        (lambda: HiddenTargets(short_to_long=float("nan")), "short_to_long must be a number of at least 0"),
-        (lambda: HiddenTargets(layers=2), "layers must be a list of .*got 2"),
         (lambda: LogitKL(weight=1.0, temperature=0.0), "temperature must be a number above 0"),
+        (lambda: HiddenTargets(weight=0), "weight must be a number above 0, got 0"),
         (lambda: HiddenTargets(short_to_long=-1.0), "short_to_long must be a number of at least 0"),
+        (lambda: HiddenTargets(layers=2), "layers must be a list of .*got 2"),
         (
             lambda: (
                 (m := patched("pi", factor=2.0))
@@ -75,7 +62,6 @@ def with_trained_norm():
             ),
             "short_to_long compares a view with true positions",
         ),
-        (lambda: HiddenTargets(weight=0), "weight must be a number above 0, got 0"),
         (lambda: RelationDistiller(tiny(), RelationTargets(), CopiedTeacher(tiny())), "have the same RoPE"),
         (
             lambda: (
@@ -86,19 +72,17 @@ def with_trained_norm():
         ),
         (lambda: SharedTeacher(patched("pi", factor=2.0)), "this model has none"),
         (lambda: SharedTeacher(with_trained_norm()), "model.norm.weight and 0 more are trained too"),
-        (lambda: ViewConsistency(kl_top=0.0), "kl_top must be a number above 0 and below 1"),
         (lambda: ViewConsistency(kl_top=1.5), "kl_top must be a number above 0 and below 1"),
         (lambda: ViewConsistency(kl_longce=True), "kl_longce must hold the fields of LongCE"),
+        (lambda: ViewConsistency(direction="both"), "direction must be one of"),
+        (lambda: ViewConsistency(kl_weight=-1.0), "weight must be a number of at least 0"),
         (lambda: NativeTargets(weight=0, clm_weight=0), "weight, clm_weight and text_weight are all 0"),
-        (lambda: NativeTargets(weight=True), "weight must be a number of at least 0, got True"),
-        (lambda: NativeTargets(clm_weight=-1), "clm_weight must be a number of at least 0, got -1"),
-        (lambda: NativeTargets(text_weight=float("nan")), "text_weight must be a number of at least 0, got nan"),
+        (lambda: NativeTargets(text_weight=-1), "text_weight must be a number of at least 0, got -1"),
         (lambda: NativeTargets(temperature=0.0), "temperature must be a number above 0, got 0.0"),
         (lambda: NativeTargets(direction="both"), "direction must be one of .*'forward'.* got 'both'"),
         (lambda: LongCE(short_context=0), "short_context must be"),
         (lambda: LongCE(stride=1.5), "stride must be"),
         (lambda: LongCE(cap=0.0), "cap must be"),
-        (lambda: LongCE(cap=float("inf")), "cap must be"),
         (lambda: Control(kind="weights"), "kind must be one of .*'dropout', 'attention_noise'.* got 'weights'"),
         (
             lambda: Control(kind="dropout", strength=1.0),
@@ -120,29 +104,9 @@ def with_trained_norm():
             lambda: SelfDistiller(patched("pi", factor=2.0), ViewConsistency()),
             "give view='skip' or another that perturbs",
         ),
-        (lambda: ViewConsistency(direction="both"), "direction must be one of"),
-        (lambda: ViewConsistency(kl_weight=-1.0), "weight must be a number of at least 0"),
-        *(
-            (
-                lambda tokens=tokens: CueWeight(tokens=tokens, weight=0.5),
-                "cue_tokens must be an integer of at least 1, or different cues as lists",
-            )
-            for tokens in (1.5, None, "ab", [], [1, 2], [[]], [[True]], ["ab"], [[1], [1]])
-        ),
-        *(
-            (
-                lambda tokens=tokens: CueWeight(tokens=tokens, weight=0.5),
-                f"cue_tokens must be an integer of at least 1, got {tokens}",
-            )
-            for tokens in (0, -1, True)
-        ),
-        *(
-            (
-                lambda weight=weight: CueWeight(tokens=2, weight=weight),
-                f"cue_weight must be a number of at least 0, got {weight!r}",
-            )
-            for weight in (-0.1, float("nan"), float("inf"), True, "1", None)
-        ),
+        (lambda: CueWeight(tokens=0, weight=0.5), "cue_tokens must be an integer of at least 1, got 0"),
+        (lambda: CueWeight(tokens=[[1], [1]], weight=0.5), "or different cues as lists"),
+        (lambda: CueWeight(tokens=2, weight=-0.1), "cue_weight must be a number of at least 0, got -0.1"),
     ],
 )
 def test_what_cannot_be_a_loss_is_said(make, message):

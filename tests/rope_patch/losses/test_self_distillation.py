@@ -7,18 +7,20 @@ import pytest
 import torch
 from support.batches import batch, documents_of
 from support.flash import as_flash, emulate
-from support.tiny import MIXED, SLIDING_WINDOW, tiny, tokens
+from support.tiny import MIXED, SLIDING_WINDOW, deaf, tiny, tokens
 from torch.nn import functional as F  # noqa: N812
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from rope_patch import patch_model, rope_view
 from rope_patch.attention import two_view
 from rope_patch.base.draws import DrawKey
-from rope_patch.layout.documents import Documents, locate_documents
+from rope_patch.layout.documents import locate_documents
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import REQUEST, SelfDistiller, ViewConsistency, ViewRequest
-from rope_patch.views import Cyclic, Dilation, LogUniform, Skip, Uniform
+from rope_patch.views import LogUniform, Uniform
 
 FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]
+KINDS = ["plain", "right", "left", "packed"]
 
 
 def divergence(p, q, direction):
@@ -113,11 +115,23 @@ def compare(family, kind, options, consistency, checkpointing=False, one_pass=Tr
         torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item() + 1e-9)
 
 
+def loss_and_gradients(model, data, one_pass):
+    request, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
+    return request.result.loss.detach(), *(p.grad for p in model.parameters())
+
+
+def require_alike(first, second, tolerance):
+    for a, b in zip(first, second, strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max() + 1e-12
+
+
 SKIP = {"method": "skip", "skip": Uniform(1, 40)}
 
 
-@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "completion"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*zip(FAMILIES, KINDS, strict=False), ("llama", "completion"), *zip(FAMILIES[1:], KINDS, strict=False)],
+)
 @pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "two passes"])
 def test_loss_and_every_gradient_are_those_of_two_plain_passes(family, kind, one_pass):
     compare(family, kind, SKIP, ViewConsistency(kl_weight=0.7), one_pass=one_pass)
@@ -131,41 +145,38 @@ REORDERED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
+@pytest.mark.parametrize(("kind", "reduction"), [("left", "sequence"), ("packed", "token")])
 @pytest.mark.parametrize("views", REORDERED)
-@pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "two passes"])
-def test_views_after_one_that_reorders_have_the_loss_of_a_loop(views, kind, one_pass):
+def test_views_after_one_that_reorders_have_the_loss_of_a_loop(views, kind, reduction):
     """What the first view leaves in place the next may move, and the other way round."""
-    options = {"method": "compose", "views": REORDERED[views]}
-    for reduction in ("sequence", "token"):
-        compare("qwen3", kind, options, ViewConsistency(reduction=reduction), one_pass=one_pass)
+    compare("qwen3", kind, {"method": "compose", "views": REORDERED[views]}, ViewConsistency(reduction=reduction))
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
 @pytest.mark.parametrize("reduction", ["sequence", "token", "uniform"])
-@pytest.mark.parametrize("rows", ["paper", "query_in_suffix"])
-def test_every_direction_reduction_and_choice_of_rows(direction, reduction, rows):
+@pytest.mark.parametrize(
+    ("rows", "kind", "options"),
+    [("paper", "right", SKIP), ("query_in_suffix", "packed", {"method": "cyclic"})],
+    ids=["paper", "query_in_suffix"],
+)
+def test_every_direction_reduction_and_choice_of_rows(direction, reduction, rows, kind, options):
     consistency = ViewConsistency(kl_weight=2.0, direction=direction, reduction=reduction, rows=rows)
-    compare("llama", "right", SKIP, consistency)
-    compare("llama", "packed", {"method": "cyclic"}, consistency)
+    compare("llama", kind, options, consistency)
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.5])
-@pytest.mark.parametrize("kind", ["left", "packed", "completion"])
+@pytest.mark.parametrize(("kind", "weight"), [("left", 0.0), ("packed", 0.5), ("completion", 0.5)])
 def test_next_token_loss_under_the_view_too(kind, weight):
     compare("llama", kind, SKIP, ViewConsistency(kl_weight=weight, view_clm=0.7))
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("attention", "kind"), [("sdpa", "packed"), ("eager", "plain")])
 def test_one_pass_runs_under_autocast_as_two_passes_do(attention, kind):
     """Float32 weights and bf16 multiplications are the trainers' default."""
     data, results = batch(kind), []
     for one_pass in (True, False):
         model = patch_model(tiny("qwen3", attention), **SKIP).train()
         with torch.autocast("cpu", torch.bfloat16):
-            request, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
+            results.append(loss_and_gradients(model, data, one_pass))
     for first, second in zip(*results, strict=True):
         assert (first - second).norm() <= 0.1 * second.norm()
 
@@ -199,32 +210,30 @@ def root_mean_square_norm(module, x):
     return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
 
 
-@pytest.mark.parametrize("rest", ["stock", "float64"])
-@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
+@pytest.mark.parametrize("kind", ["left", "packed"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_one_pass_is_two_passes_under_every_view(view, kind, rest, monkeypatch):
+def test_one_pass_is_two_passes_under_every_view(view, kind, monkeypatch):
     torch.manual_seed(5)
     data = batch(kind)
     results = []
     for one_pass in (True, False):
         model = patch_model(tiny("qwen3", dtype=torch.float64), view, **VIEWS[view]).train()
-        if rest == "float64":
-            in_float64(model, monkeypatch)
-        request, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
-    for first, second in zip(*results, strict=True):
-        assert (first - second).abs().max() <= EXACT[rest] * second.abs().max()
+        in_float64(model, monkeypatch)
+        results.append(loss_and_gradients(model, data, one_pass))
+    require_alike(*results, EXACT["float64"])
 
 
+WINDOWED = ["llama", "mistral-sliding", "qwen3-mixed"]
 IMPLEMENTATIONS = [
-    *((attention, rest) for attention in ("sdpa", "flash") for rest in ("stock", "float64")),
-    ("eager", "float32 softmax"),
+    *(("sdpa", "float64", family, kind) for family in WINDOWED for kind in KINDS),
+    *(("flash", "float64", family, kind) for family in WINDOWED for kind in ("left", "packed")),
+    *(("eager", "float32 softmax", family, kind) for family, kind in zip(WINDOWED, KINDS[1:], strict=True)),
+    ("sdpa", "stock", "qwen3-mixed", "packed"),
+    ("flash", "stock", "qwen3-mixed", "right"),
 ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed"])
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3-mixed"])
-@pytest.mark.parametrize(("attention", "rest"), IMPLEMENTATIONS)
+@pytest.mark.parametrize(("attention", "rest", "family", "kind"), IMPLEMENTATIONS)
 def test_one_pass_is_two_passes_by_every_attention(attention, rest, family, kind, monkeypatch):
     calls = emulate(monkeypatch)
     data, results = batch(kind), []
@@ -235,11 +244,9 @@ def test_one_pass_is_two_passes_by_every_attention(attention, rest, family, kind
             in_float64(model, monkeypatch)
         if one_pass and attention == "flash":
             as_flash(model)
-        request, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
+        results.append(loss_and_gradients(model, data, one_pass))
     assert bool(calls) == (attention == "flash")
-    for first, second in zip(*results, strict=True):
-        assert (first - second).abs().max() <= EXACT[rest] * second.abs().max()
+    require_alike(*results, EXACT[rest])
 
 
 def windowed(family, attention, dtype=torch.float64):
@@ -250,8 +257,7 @@ def windowed(family, attention, dtype=torch.float64):
 
 
 @pytest.mark.usefixtures("flex_runs_eagerly")
-@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3-mixed"])
+@pytest.mark.parametrize(("family", "kind"), [*zip(WINDOWED, ["plain", "left", "packed"], strict=True)])
 def test_flex_attention_gives_the_losses_of_sdpa(family, kind):
     """Its gradient needs a GPU: tests/gpu."""
     data, losses = batch(kind), []
@@ -267,8 +273,6 @@ def test_flex_attention_gives_the_losses_of_sdpa(family, kind):
 
 
 def test_capped_scores_need_an_attention_that_caps_them():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
     shape = {
         "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -278,30 +282,11 @@ def test_capped_scores_need_an_attention_that_caps_them():
         torch.manual_seed(0)
         config = Gemma2Config(**shape, sliding_window=SLIDING_WINDOW, attn_logit_softcapping=0.5)
         model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").double().train()
-        request, _ = run(patch_model(model, **SKIP), batch("plain"), ViewConsistency(), one_pass=one_pass)
-        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
-    for first, second in zip(*results, strict=True):
-        assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
+        results.append(loss_and_gradients(patch_model(model, **SKIP), batch("plain"), one_pass))
+    require_alike(*results, EXACT["float32 softmax"])
     model = patch_model(tiny(), **SKIP)
     model.config.attn_logit_softcapping = 0.5
     assert not SelfDistiller(model, ViewConsistency()).one_pass
-
-
-def test_a_prefix_keeps_its_graph():
-    """Detached keys and values of the prefix would leave the loss as it is and make gradients wrong."""
-    data, view = batch("plain"), {"split": 12, "skip": 40}
-    model = patch_model(tiny(dtype=torch.float64), "skip", **view).train()
-    distiller = SelfDistiller(model, ViewConsistency(kl_weight=1.0))
-    labelled = Labelled.of(data)
-    request = ViewRequest(labelled, 10**9, labelled.n_documents)  # the KL alone
-    seen = {}
-    with distiller.active():
-        handle = model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
-        model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{REQUEST: request})
-        handle.remove()
-        grad = torch.autograd.grad(request.result.loss, seen["x"])[0]
-    assert grad.shape[1] == 19 + 7, "tokens, and copies of the suffix"
-    assert grad[:, :12].abs().max() > 1e-3 * grad.abs().max()
 
 
 def test_strides_tell_lengths_alone(monkeypatch):
@@ -319,7 +304,7 @@ def test_strides_tell_lengths_alone(monkeypatch):
     for place, name in ((two_view, "prefix_attention"), (F, "scaled_dot_product_attention")):
         monkeypatch.setattr(place, name, watched(getattr(place, name)))
     model, data = patch_model(tiny("qwen3"), **SKIP).train(), batch("plain")
-    for step in range(12):
+    for step in range(8):
         run(model, data, ViewConsistency(), step=step)
     again = {lengths: set(strides) for lengths, strides in calls.items() if len(strides) > len(model.model.layers)}
     assert len(again) > 2, "lengths that come in several batches"
@@ -329,17 +314,6 @@ def test_strides_tell_lengths_alone(monkeypatch):
 @pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "two passes"])
 def test_checkpointing_changes_nothing(one_pass):
     compare("llama", "packed", SKIP, ViewConsistency(), checkpointing=True, one_pass=one_pass)
-
-
-def test_the_last_query_adds_a_row_and_the_divisor_stays():
-    """The paper's sum from i = s has L - s terms, of which the first, before the first query that differs, is 0."""
-    data = batch("plain")
-    labelled = Labelled.of(data)
-    first = torch.tensor([[4], [0]])
-    chosen, suffix = labelled.suffix(first, "paper")
-    assert chosen.sum(1).tolist() == [14, 18] and suffix[:, 0].tolist() == [15, 19]
-    chosen, suffix = labelled.suffix(first, "query_in_suffix")
-    assert chosen.sum(1).tolist() == [15, 19] and suffix[:, 0].tolist() == [15, 19]
 
 
 @pytest.mark.parametrize(
@@ -380,19 +354,6 @@ def test_evaluation_samples_the_view_too_and_takes_it_off_again():
     assert request.result.rows.kl.shape == again.result.rows.kl.shape
 
 
-@pytest.mark.parametrize("view", [Skip(), Cyclic(), Dilation()])
-def test_under_the_uniform_reduction_every_token_weighs_the_same(view):
-    """Mean over draws of the weight of each token; the first never has another to see."""
-    n, draws = 9, 40_000
-    key = DrawKey(0, torch.tensor(0), torch.arange(draws)[:, None])
-    length = torch.full((draws, 1), n)
-    documents = Documents(torch.zeros_like(length), length, key.sample)
-    behind = torch.arange(n) >= view.affected_from(torch.arange(n)[None], documents, view.draw(length, key))
-    share = view.affected_share(torch.arange(n)[None], torch.tensor([[n]]))
-    mean = (behind / share)[:, 1:].mean(0)
-    torch.testing.assert_close(mean, torch.ones_like(mean), rtol=0.06, atol=0)
-
-
 def test_a_view_that_cannot_say_how_often_has_no_uniform_reduction():
     model = patch_model(tiny(), "pose", target=300)
     with pytest.raises(ValueError, match="view 'pose' does not know how often a token lies behind"):
@@ -400,49 +361,37 @@ def test_a_view_that_cannot_say_how_often_has_no_uniform_reduction():
     SelfDistiller(patch_model(tiny(), "dilation"), ViewConsistency(reduction="uniform"))
 
 
-def other_family(kind):
-    from transformers import (
-        FalconConfig,
-        FalconForCausalLM,
-        GPTNeoXConfig,
-        GPTNeoXForCausalLM,
-        Phi3Config,
-        Phi3ForCausalLM,
-    )
-
-    shape = {
-        "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    torch.manual_seed(0)
-    if kind == "GPTNeoX":
-        return GPTNeoXForCausalLM(GPTNeoXConfig(**shape, rotary_pct=1.0)).double()
-    if kind == "Falcon":
-        return FalconForCausalLM(FalconConfig(**{n: v for n, v in shape.items() if n != "intermediate_size"}))
-    windows = {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
-    config = Phi3Config(**shape, **windows, rope_parameters={**longrope, "original_max_position_embeddings": 32})
-    return Phi3ForCausalLM(config).double()
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+OTHER_FAMILIES = {
+    "gpt_neox": {"rotary_pct": 1.0, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+    "phi3": {
+        "max_position_embeddings": 256, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["GPTNeoX", "Phi3 with longrope"])
-def test_one_pass_is_two_passes_in_families_that_differ(kind):
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_one_pass_is_two_passes_in_families_that_differ(family):
     """One calls its decoder with positional arguments; the other picks frequencies by the longest true position."""
-    data, results = batch("plain"), []
+    shape = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(family, **shape, num_attention_heads=4, **OTHER_FAMILIES[family])
+    results = []
     for one_pass in (True, False):
-        model = patch_model(other_family(kind), "skip", split=9, skip=100).train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        request, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((request.result.loss.detach(), *(p.grad for p in model.parameters())))
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).double()
+        results.append(
+            loss_and_gradients(patch_model(model, "skip", split=9, skip=100).train(), batch("plain"), one_pass)
+        )
     assert results[0][0] > 0
-    for first, second in zip(*results, strict=True):
-        assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
+    require_alike(*results, EXACT["float32 softmax"])
 
 
 def test_models_that_lose_keyword_arguments_are_refused():
-    model = patch_model(other_family("Falcon"), **SKIP).train()
+    model = patch_model(deaf("falcon"), **SKIP).train()
     with pytest.raises(ValueError, match="FalconForCausalLM does not pass keyword arguments on to its decoder"):
         run(model, batch("plain"), ViewConsistency(), one_pass=False)
     model = patch_model(tiny(), **SKIP).train()
