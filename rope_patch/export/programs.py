@@ -15,7 +15,7 @@ def _transformers(folder: Path, window: int | None) -> str:
 
 
 def _vllm(folder: Path, window: int | None) -> str:
-    # vLLM multiplies the window of some rope types by their factor once more: it is told the window
+    # without the option vLLM multiplies the window of some rope types by their factor once more
     return f"vllm serve {shlex.quote(str(folder))}{_option('--max-model-len', window)}"
 
 
@@ -44,4 +44,4 @@ PROGRAMS: dict[str, Callable[[Path, int | None], str]] = {
     "llama.cpp": _llama_cpp,
     "mlx": _mlx,
 }
-"""Target -> the command that serves the checkpoint in a folder, with a window of so many positions."""
+"""Target -> function of (folder, context window in positions) that returns the command to serve the checkpoint."""

@@ -21,7 +21,7 @@ from transformers.utils import logging
 import rope_patch
 from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
 from rope_patch.checkpoints import tokenizer_window
-from rope_patch.export import PROGRAMS, writing
+from rope_patch.export import writing
 from rope_patch.export.gguf import convert, require_runs
 from rope_patch.export.outcomes import OUTCOMES
 from rope_patch.views import Uniform
@@ -87,7 +87,9 @@ def test_a_model_that_computes_no_finite_logits_is_refused(tmp_path):
     with pytest.raises(ValueError, match="own logits .* are not finite: .* overflow in torch.float32.*--no-check"):
         export(model, tmp_path / "out", check=True)
     assert left_behind(tmp_path) == []
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.down_proj.weight has values that are no numbers \(NaN\)"):
+    with pytest.raises(
+        ValueError, match=r"model.layers.0.mlp.down_proj.weight has NaN values: the training has diverged"
+    ):
         export(model, tmp_path / "out", check=False)
     assert left_behind(tmp_path) == []
 
@@ -98,12 +100,11 @@ def test_a_model_that_nobody_rescaled_gets_both_forms_too(tmp_path):
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
 
 
-@pytest.mark.parametrize("target", ["sglang", "mlx"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "target"), [("llama", "sglang"), ("qwen2", "mlx"), ("qwen3", "sglang"), ("gemma3", "mlx")]
+)
 @torch.no_grad()
 def test_an_attention_factor_is_folded_into_queries(family, target, tmp_path):
-    if (family, target) == ("gemma3", "sglang"):
-        pytest.skip("SGLang does not rescale Gemma 3 at all: refused")
     model = patch_model(made(family), "yarn", factor=4.0, attention_factor=A)
     ids = tokens(1, 100)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -204,7 +205,6 @@ def test_what_a_program_serves_wrong_is_refused_with_what_to_take_instead(cell, 
             export(model, tmp_path / "out", target=cell.program, **converter_for(cell.program, tmp_path))
         assert cell.reason in str(refusal.value) and cell.instead in str(refusal.value)
         assert not (tmp_path / "out").exists()
-        export(model, tmp_path / f"stock-{option}", target="transformers")
 
 
 def test_options_that_say_what_is_so_anyway_are_not_refused(tmp_path):
@@ -268,11 +268,8 @@ def test_the_tokenizer_names_the_new_window_if_it_named_that_of_before(named, ex
     ("method", "options", "window"),
     [
         ("yarn", {"factor": 4.0}, 256),
-        ("llama3", {"factor": 4.0}, 256),
         ("longrope", {"factor": 4.0, "long_factor": LONG}, 256),
-        ("ntk", {"factor": 8.0}, None),  # of these no checkpoint says where they began
-        ("pi", {"factor": 4.0}, None),
-        ("abf", {"theta": 5e5, "max_position_embeddings": 256}, None),
+        ("ntk", {"factor": 8.0}, None),  # its checkpoint does not say the window before
     ],
 )
 def test_the_tokenizer_beside_a_saved_rescaled_model_names_the_new_window_or_is_said_to_be_short(
@@ -344,7 +341,7 @@ def with_a_prompt():
     ("make", "options", "message"),
     [
         (lambda: tiny().model, {}, "LlamaModel has none: load the model with AutoModelForCausalLM"),
-        (that_has_diverged, {}, "model.layers.1.mlp.down_proj makes weights that are not finite"),
+        (that_has_diverged, {}, "model.layers.1.mlp.down_proj.weight has NaN values"),
         (with_a_prompt, {}, "prompt learning"),
         (tiny, {"target": "vlm"}, "Did you mean 'vllm'"),
         (tiny, {"max_shard_gb": 0}, "max_shard_gb must be a number above 0, got 0"),
@@ -516,30 +513,22 @@ def quantised(folder, bits, family="llama"):
     return AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=how, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
-def test_biases_of_lora_on_a_quantised_layer_are_merged(bits, tmp_path):
-    model = lora(quantised(tmp_path, bits, "qwen2"), target_modules=["q_proj"], lora_bias=True)
+def test_biases_of_lora_on_a_quantised_layer_are_merged(tmp_path):
+    model = lora(quantised(tmp_path, 8, "qwen2"), target_modules=["q_proj"], lora_bias=True)
     layer = model.base_model.model.model.layers[1].self_attn.q_proj
     layer.lora_B["default"].bias.normal_()
     export(model, tmp_path / "out")
     expected = layer.base_layer.bias + layer.lora_B["default"].bias * layer.scaling["default"]
     torch.testing.assert_close(reloaded(tmp_path / "out").model.layers[1].self_attn.q_proj.bias.data, expected.data)
-    without = lora(quantised(tmp_path, bits), target_modules=["q_proj"], lora_bias=True)
+    without = lora(quantised(tmp_path, 8), target_modules=["q_proj"], lora_bias=True)
     with pytest.raises(ValueError, match="q_proj has no bias, and adapter 'default' was trained with lora_bias"):
         export(without, tmp_path / "without")
 
 
-def test_a_bias_of_lora_on_a_layer_without_one_is_refused(tmp_path):
-    model = lora(tiny(), target_modules=["q_proj"], lora_bias=True)
-    with pytest.raises(ValueError, match="q_proj has no bias, and adapter 'default' was trained with lora_bias"):
-        export(model, tmp_path / "out")
-    assert left_behind(tmp_path) == []
-
-
 @pytest.mark.parametrize(("kind", "options"), [
     ("LoraConfig", {"use_dora": True}), ("HiraConfig", {"init_weights": False}),
-    ("IA3Config", {"feedforward_modules": []}), ("AdaLoraConfig", {"total_step": 10}),
+    ("AdaLoraConfig", {"total_step": 10}),
 ])  # fmt: skip
 def test_adapters_on_quantised_layers_that_add_no_matrix_are_refused(kind, options, tmp_path):
     peft = pytest.importorskip("peft")
@@ -720,19 +709,16 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
     assert left_behind(tmp_path) == ["out"] and left_behind(tmp_path / "out") == ["mine.txt"]
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_converter_finds_the_checkpoint_in_a_folder_of_its_name(is_there, tmp_path):
+def test_the_converter_finds_the_checkpoint_in_a_folder_of_its_name(tmp_path):
     code = "Path(sys.argv[3]).write_text(Path(sys.argv[1]).name)"
     character_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    if is_there:
-        (tmp_path / "smollm2-yarn").mkdir()
     options = {"converter": fake_converter(tmp_path, code), "tokenizer": tmp_path / "tokenizer"}
     export(tiny(), tmp_path / "smollm2-yarn", target="llama.cpp", **options)
     assert (tmp_path / "smollm2-yarn" / "model.gguf").read_text() == "smollm2-yarn"
     assert sorted(left_behind(tmp_path)) == ["converter", "smollm2-yarn", "tokenizer"]
 
 
-@pytest.mark.parametrize("where", ["link", "dangling link", "folder that one is in", "empty folder"])
+@pytest.mark.parametrize("where", ["link", "dangling link", "folder that one is in"])
 def test_an_empty_folder_is_filled_and_stays_the_same_one(where, tmp_path, monkeypatch):
     real = tmp_path / "real"
     out = tmp_path / "link" if "link" in where else real
@@ -774,16 +760,16 @@ def test_what_a_killed_export_has_left_is_named(is_there, tmp_path, monkeypatch)
     monkeypatch.setattr(writing.logger, "warning", warned.append)
     with pytest.raises(FileExistsError) if is_there else nullcontext():
         export(tiny(), tmp_path / "out")
-    assert len(warned) == 1 and warned[0].startswith(f"{killed} is what a process that was killed has left of ")
+    assert len(warned) == 1 and warned[0].startswith(f"{killed} was left by a process that was killed while it wrote ")
     assert killed.is_dir()
 
 
 def test_views_that_change_inference_are_refused(tmp_path):
     model = patch_model(tiny(), "nope", when="always")
-    with pytest.raises(ValueError, match="no checkpoint can say so"):
+    with pytest.raises(ValueError, match="a view changes inference too"):
         export(model, tmp_path / "out")
     unpatch_model(model)
-    with rope_view(model, "nope"), pytest.raises(ValueError, match="no checkpoint can say so"):
+    with rope_view(model, "nope"), pytest.raises(ValueError, match="a view changes inference too"):
         export(model, tmp_path / "out")
     export(patch_model(model, "skip", skip=Uniform(1, 8)), tmp_path / "out")
 
@@ -820,12 +806,12 @@ def test_llama_cpp_without_a_converter_says_how_to_get_it(tmp_path, monkeypatch)
 
 def test_what_a_converter_lacks_is_told_before_and_after_it_begins(tmp_path, monkeypatch):
     broken = fake_converter(tmp_path, "import no_such_package")
-    with pytest.raises(ImportError, match="does not start: .*no_such_package'. What it needs is installed by "):
+    with pytest.raises(ImportError, match="does not start: .*no_such_package'. Install what it needs with "):
         require_runs(broken)
-    with pytest.raises(ValueError, match="did not convert the checkpoint: .*no_such_package'. What it needs is insta"):
+    with pytest.raises(ValueError, match="did not convert the checkpoint: .*no_such_package'. Install what it needs"):
         convert(broken, tmp_path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ImportError, match="needs the package sentencepiece. .* or by pip install sentencepiece"):
+    with pytest.raises(ImportError, match="needs the package sentencepiece. .* or with pip install sentencepiece"):
         require_runs(fake_converter(tmp_path, "pass"))
 
 
@@ -870,8 +856,3 @@ def test_a_tokenizer_that_llama_cpp_would_take_for_another_is_refused(
         assert not (tmp_path / "out").exists()
     else:
         export(tmp_path / "source", tmp_path / "out", **options)
-
-
-def test_every_outcome_is_of_a_program_that_there_is():
-    assert {outcome.program for outcome in OUTCOMES} <= set(PROGRAMS)
-    assert all(outcome.folds or outcome.instead for outcome in OUTCOMES)
