@@ -126,13 +126,13 @@ def test_what_folding_mends_goes_through_export(tmp_path):
     assert "\nvllm serve . " in text
 
 
-def test_a_family_that_was_not_tried_is_told(tmp_path):
+def test_a_family_that_was_not_tested_is_named(tmp_path):
     from transformers import Olmo2Config, Olmo2ForCausalLM
 
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = Olmo2ForCausalLM(Olmo2Config(**shape, vocab_size=50, max_position_embeddings=WINDOW))
     export(model, tmp_path / "out")
-    assert "this one was not tried" in card_in(tmp_path / "out").text
+    assert "This one was not tested" in card_in(tmp_path / "out").text
 
 
 def test_every_method_of_a_paper_cites_it():
