@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..base.call_stack import frames
 from ..forward.config_checks import require_saved_rope
-from ..forward.state import RopeState, state_of
+from ..forward.state import state_of
 from ..rope.rotary import find_causal_lm, find_decoder
 from .loads import require_rope_of_loads
 from .sidecar import SIDECAR_NAME, mark_config, specification
@@ -51,7 +51,10 @@ class _SaveWithSidecar:
         # several models may share a config: take the one that is being saved
         model = next((m for m in _callers() if hasattr(m, "peft_config")), None)
         owner = self.causal_lm() if model is None else model
-        state = None if owner is None else _state_to_save(owner)
+        decoder = None if owner is None else find_decoder(find_causal_lm(owner))
+        state = None if decoder is None else state_of(decoder)
+        if owner is not None and state is not None and state.source is not None and state.source.view.perturbs:
+            find_decoder(owner)  # raises for PEFT's Shadow, whose own decoder does not have the view
         path = Path(save_directory) / SIDECAR_NAME
         if state is None:
             path.unlink(missing_ok=True)  # may be left from an earlier save
@@ -109,14 +112,9 @@ class _TraversalWatch(_OfModel):
         decoder: Any = self.causal_lm()
         if decoder is None:
             raise ReferenceError("the model of this named_modules is gone: keep the model, and call its own method.")
-        if (
-            not torch.compiler.is_compiling()
-        ):  # in a traced forward, which asks for its dtype, Dynamo cannot read the stack
-            self._look(decoder)
         modules: Iterator[tuple[str, nn.Module]] = type(decoder).named_modules(decoder, *args, **kwargs)
-        return modules
-
-    def _look(self, decoder: nn.Module) -> None:
+        if torch.compiler.is_compiling():  # a traced forward asks for its dtype, and Dynamo cannot read the stack
+            return modules
         around, gathers = _traversed()
         outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
         state = state_of(decoder)
@@ -124,8 +122,12 @@ class _TraversalWatch(_OfModel):
             require_rope_of_loads(state)
         for module in around:
             _cover(module, outermost)
-            if gathers and state is not None and state.rescalings:
-                _check_saves(module)
+            is_model = isinstance(module, PreTrainedModel) and "save_pretrained" not in vars(module)
+            # only if the weights are asked for: the replacement holds the model weakly, so that in
+            # `patch_model(from_pretrained(...), ...).save_pretrained(folder)` the model would be gone before the call
+            if is_model and gathers and state is not None and state.rescalings:
+                module.save_pretrained = _CheckedSave(module)  # type: ignore[assignment]
+        return modules
 
 
 class _CheckedSave(_OfModel):
@@ -228,33 +230,10 @@ def require_no_decoder_in_adapters(causal_lm: nn.Module) -> None:
             )
 
 
-def _state_to_save(model: nn.Module) -> RopeState | None:
-    """The state of the decoder that is adapted.
-
-    Raises:
-        ValueError: the adapter has its own decoder (PEFT's Shadow), which does not have the model's view. Its
-            frequencies come from the config of the model, also when it is loaded.
-    """
-    state = state_of(find_decoder(find_causal_lm(model)))
-    if state is not None and state.source is not None and state.source.view.perturbs:
-        find_decoder(model)  # raises if an adapter has a second decoder
-    return state
-
-
 def _cover(module: nn.Module, causal_lm: nn.Module) -> None:
     for peft_config in _adapter_configs(module).values():
         if not isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
             peft_config.save_pretrained = _SaveWithSidecar(peft_config, causal_lm)
-
-
-def _check_saves(model: nn.Module) -> None:
-    """Make `model.save_pretrained` check what it writes, unless other code has replaced the method.
-
-    This happens only when the weights are asked for. The replacement holds the model weakly, so that in
-    `patch_model(from_pretrained(...), ...).save_pretrained(folder)` the model would be gone before the call.
-    """
-    if isinstance(model, PreTrainedModel) and "save_pretrained" not in vars(model):
-        model.save_pretrained = _CheckedSave(model)  # type: ignore[method-assign]
 
 
 def _adapter_configs(module: nn.Module) -> dict[str, Any]:
@@ -267,11 +246,7 @@ def _adapter_configs(module: nn.Module) -> dict[str, Any]:
 
 
 def _weak(causal_lm: nn.Module | None) -> Callable[[], nn.Module | None]:
-    return _gone if causal_lm is None else weakref.ref(causal_lm)
-
-
-def _gone() -> None:
-    """A reference to a model that no longer exists."""
+    return (lambda: None) if causal_lm is None else weakref.ref(causal_lm)
 
 
 def _callers() -> Iterator[nn.Module]:
@@ -288,7 +263,7 @@ def _traversed() -> tuple[list[nn.Module], bool]:
     Code that gathers weights to save them calls `named_parameters`. `parameters` is also called for a device or dtype,
     and PEFT calls `named_parameters` to freeze what it wraps, so neither counts.
     """
-    calls = islice(frames(), 2, None)  # without the frames of the watch itself
+    calls = islice(frames(), 1, None)  # without the frame of the watch itself
     around: list[nn.Module] = []
     for frame in calls:
         if frame.f_code.co_name != "named_modules":

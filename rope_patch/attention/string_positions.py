@@ -172,9 +172,8 @@ class _StringPositions:
                 error = (self.turned(before, turn) - after).abs().max()
             except RuntimeError:  # RoPE rotates other features than all of a key's
                 error = after.new_full((), torch.inf)
-            if (
-                not error <= 0.2 * after.abs().max()
-            ):  # 16 bits round in each layer; a wrong rotation differs by all of it
+            # 16 bits round in each layer; a wrong rotation is off by the size of the keys
+            if not error <= 0.2 * after.abs().max():
                 raise ValueError(
                     f"{type(self.decoder).__name__} has keys that RoPE does not rotate as a whole, e.g. in layers "
                     "without RoPE: string_positions cannot shorten their distances."

@@ -33,7 +33,10 @@ class ViewSource:
         )
         if batch.cached:
             # the cache was filled without a view, e.g. by prefix tuning: its tokens are the beginning of the document
-            before = _cached_tokens(batch)
+            mask: torch.Tensor | None = batch.attention_mask
+            before: torch.Tensor | int = batch.cached
+            if mask is not None and mask.ndim == 2 and mask.shape[1] >= batch.cached + batch.seq_len:
+                before = mask[:, : batch.cached].bool().sum(1, keepdim=True)  # without padding, [rows, 1]
             start = documents.start if batch.position_ids is None else documents.start - before
             documents = Documents(start, documents.length + before, documents.ordinal)
         if self.view.follows_progress and not self.clock.is_set:
@@ -46,7 +49,9 @@ class ViewSource:
             )
         # a fixed split may lie beyond all documents of one batch, but not beyond those of every batch
         self.view.check_length(max(_longest(documents, batch), self.checked_length))
-        t = _in_document(batch, documents)
+        t = _positions(batch) - documents.start  # index of each token in its document
+        current = _current(batch.attention_mask, batch)
+        t = t if current is None else t.masked_fill(~current.bool(), -1)
         key = self.clock.key_of(documents, batch.ids, t, batch.training)
         parameters = self.view.draw_for(batch.ids, t, documents, key)
         self.clock.tick()
@@ -102,27 +107,11 @@ def _current(attention_mask: torch.Tensor | None, batch: Batch) -> torch.Tensor 
     return attention_mask[:, -batch.seq_len :]
 
 
-def _cached_tokens(batch: Batch) -> torch.Tensor | int:
-    """Tokens in the cache that are not padding, [rows, 1], as far as the mask tells."""
-    mask = batch.attention_mask
-    if mask is None or mask.ndim != 2 or mask.shape[1] < batch.cached + batch.seq_len:
-        return batch.cached
-    return mask[:, : batch.cached].bool().sum(1, keepdim=True)
-
-
 def _positions(batch: Batch) -> torch.Tensor:
     """True positions of the tokens of this forward, [1 or rows, seq_len]."""
     if batch.position_ids is not None:
         return batch.position_ids
     return torch.arange(batch.cached, batch.cached + batch.seq_len, device=batch.device)[None]
-
-
-def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
-    """Index of each token in its document, [1 or rows, seq_len], -1 on padding."""
-    positions = _positions(batch)
-    mask = _current(batch.attention_mask, batch)
-    t = positions - documents.start
-    return t if mask is None else t.masked_fill(~mask.bool(), -1)
 
 
 def _longest(documents: Documents, batch: Batch) -> int:
