@@ -35,6 +35,15 @@ def made(family):
     return gemma3() if family == "gemma3" else tiny(family)
 
 
+def phi3(**options):
+    shape = dict(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=WINDOW, original_max_position_embeddings=WINDOW, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    return Phi3ForCausalLM(Phi3Config(**{**shape, **options})).eval()
+
+
 def reloaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
@@ -141,18 +150,13 @@ def test_mscale_is_folded_for_llama_cpp(tmp_path):
 
 @torch.no_grad()
 def test_phi3_has_queries_keys_and_values_in_one_projection(tmp_path):
-    shape = dict(
-        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=WINDOW, original_max_position_embeddings=WINDOW, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, initializer_range=0.2,
-    )  # fmt: skip
-    model = Phi3ForCausalLM(Phi3Config(**shape)).eval()
+    model = phi3()
     patch_model(model, "longrope", factor=4.0, long_factor=LONG, attention_factor=A)
     export(model, tmp_path / "out", target="sglang")
     ids = tokens(1, 100)
     torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
-    partial = Phi3ForCausalLM(Phi3Config(**shape, partial_rotary_factor=0.5)).eval()
+    partial = phi3(partial_rotary_factor=0.5)
     patch_model(partial, "longrope", factor=4.0, long_factor=LONG[:2], attention_factor=A)
     with pytest.raises(ValueError, match="4 of 8 features are rotated"):
         export(partial, tmp_path / "partial", target="sglang")
@@ -164,12 +168,7 @@ def test_a_smaller_window_keeps_the_attention_factor_that_the_window_made(tmp_pa
     """Transformers takes the factor of LongRoPE from the config's window where none is named, as in Phi-3-128k."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": LONG}
     if family == "phi3":
-        shape = dict(
-            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=4 * WINDOW, original_max_position_embeddings=WINDOW,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
-        )  # fmt: skip
-        model = Phi3ForCausalLM(Phi3Config(**shape, rope_parameters=rope)).eval()
+        model = phi3(max_position_embeddings=4 * WINDOW, rope_parameters=rope)
     else:
         rope["original_max_position_embeddings"] = WINDOW
         model = tiny(family, max_position_embeddings=4 * WINDOW, rope_parameters=rope)
