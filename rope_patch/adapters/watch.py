@@ -153,7 +153,8 @@ class _SaveWatch:
     """
 
     def __call__(self, decoder: Any, prefix: str, keep_vars: bool) -> None:
-        outermost = next((m for m in reversed(_around(decoder)) if isinstance(m, PreTrainedModel)), decoder)
+        around = [m for m in _callers() if isinstance(m, PreTrainedModel) and any(x is decoder for x in m.modules())]
+        outermost = around[-1] if around else decoder
         state = state_of(decoder)
         if state is not None:
             require_saved_rope(outermost, decoder, state)
@@ -274,12 +275,3 @@ def _traversed() -> tuple[list[nn.Module], bool]:
             return around, by_name and not of_peft
         around.append(frame.f_locals["self"])
     return around, False
-
-
-def _around(decoder: nn.Module) -> list[nn.Module]:
-    """Modules that hold `decoder` and whose methods are being called, innermost first."""
-    return [module for module in _callers() if _holds(module, decoder)]
-
-
-def _holds(module: nn.Module, decoder: nn.Module) -> bool:
-    return any(m is decoder for m in module.modules())

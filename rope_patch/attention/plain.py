@@ -101,19 +101,13 @@ _checked: "WeakKeyDictionary[nn.Module, dict[tuple[str, torch.dtype | None], boo
 
 
 def _is_plain(causal_lm: Any, window: int) -> bool:
-    """Whether rows beyond the window give the same states without masks."""
+    """Whether rows beyond the window give the same states without masks: compares some once."""
     if has_view(find_decoder(causal_lm)):
         return False  # a view reads from the mask which tokens are padding
-    device = causal_lm.get_input_embeddings().weight.device
-    known, run = _checked.setdefault(causal_lm, {}), (attention_name(causal_lm), multiplied_dtype(device))
-    if run not in known:
-        known[run] = _gives_the_same(causal_lm, window)
-    return known[run]
-
-
-def _gives_the_same(causal_lm: Any, window: int) -> bool:
-    """Compare states of tokens beyond the window with and without masks."""
     weight = causal_lm.get_input_embeddings().weight
+    checked, run = _checked.setdefault(causal_lm, {}), (attention_name(causal_lm), multiplied_dtype(weight.device))
+    if run in checked:
+        return checked[run]
     ids = (7919 * torch.arange(1, window + SAMPLES + 1, device=weight.device) % weight.shape[0])[None]
     plain = _plain_forward(causal_lm, ids)[0, -SAMPLES:]
     base = find_base_model(causal_lm)
@@ -121,11 +115,12 @@ def _gives_the_same(causal_lm: Any, window: int) -> bool:
         begun = base(input_ids=ids[:, :window], use_cache=True)
         known = base(input_ids=ids[:, window:], **cache_argument(base, returned_cache(begun)))
         unmasked = _without_masks(causal_lm, ids)[0, -SAMPLES:]
+        checked[run] = differs_by_rounding(unmasked, plain, known.last_hidden_state[0])
     except torch.OutOfMemoryError:
         raise
     except Exception:  # the family does not support it
-        return False
-    return differs_by_rounding(unmasked, plain, known.last_hidden_state[0])
+        checked[run] = False
+    return checked[run]
 
 
 class Windows:

@@ -47,9 +47,13 @@ class ViewSource:
                 "set_step(step, progress) before each step, with progress from 0 to 1 (rope_view has no progress). Or "
                 "leave out curriculum."
             )
+        longest = batch.cached + batch.seq_len
+        can_read = not torch.compiler.is_compiling() and batch.device.type != "meta"
+        if can_read and (batch.position_ids is not None or batch.attention_mask is not None):
+            longest = int(documents.length.max())
         # a fixed split may lie beyond all documents of one batch, but not beyond those of every batch
-        self.view.check_length(max(_longest(documents, batch), self.checked_length))
-        t = _positions(batch) - documents.start  # index of each token in its document
+        self.view.check_length(max(longest, self.checked_length))
+        t = _positions(batch) - documents.start  # [1 or rows, seq_len], index of each token in its document
         current = _current(batch.attention_mask, batch)
         t = t if current is None else t.masked_fill(~current.bool(), -1)
         key = self.clock.key_of(documents, batch.ids, t, batch.training)
@@ -112,14 +116,3 @@ def _positions(batch: Batch) -> torch.Tensor:
     if batch.position_ids is not None:
         return batch.position_ids
     return torch.arange(batch.cached, batch.cached + batch.seq_len, device=batch.device)[None]
-
-
-def _longest(documents: Documents, batch: Batch) -> int:
-    """Tokens of the longest document; in traced graphs, where values cannot be read, tokens of the row."""
-    if (
-        torch.compiler.is_compiling()
-        or batch.device.type == "meta"
-        or (batch.position_ids is None and batch.attention_mask is None)
-    ):
-        return batch.cached + batch.seq_len
-    return int(documents.length.max())

@@ -257,15 +257,15 @@ def test_names_do_not_count_among_weights(tmp_path):
 def test_adapters_that_came_later_and_weights_that_were_gathered_elsewhere(kind, compiled, tmp_path):
     """As under DeepSpeed ZeRO-3: nobody asks for the state of the model, and its forwards may be compiled."""
     torch._dynamo.reset()
-    model = wrapped(patched(tiny()), kind)
+    model = wrapped(patched(tiny(num_hidden_layers=1 if compiled else 3)), kind)
     right = logits(torch.compile(model, backend="eager") if compiled else model)
     gathered = {name: p.detach() for name, p in model.named_parameters()}
     if kind == "prompt":
         gathered = {name: p.detach() for name, p in model.prompt_encoder.named_parameters(prefix="prompt_encoder")}
     model.save_pretrained(tmp_path, state_dict=gathered)
     assert (tmp_path / "rope_patch.json").is_file()
-    if kind == "lora":
-        require_reload(model, tmp_path, right if not compiled else None)
+    if kind == "lora" and not compiled:
+        require_reload(model, tmp_path, right)
 
 
 def wrapped_after_the_patch(kind):

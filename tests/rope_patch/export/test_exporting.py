@@ -4,7 +4,6 @@ import json
 import math
 import pickle
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from support.families import tiny_family
 from support.launched import run_python
 from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Phi3ForCausalLM
-from transformers.utils import logging
 
 import rope_patch
 from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
@@ -307,12 +305,6 @@ def test_all_files_of_a_tokenizer_are_copied_whose_own_may_be_read_only(tmp_path
     assert all(file.stat().st_mode & 0o200 for file in (tmp_path / "out").iterdir())
 
 
-def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
-    export(tiny(), tmp_path / "out", max_shard_gb=1e-5)
-    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
-    assert len(modes) == 1 and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-
-
 @pytest.mark.parametrize(("named", "expected"), [(64, 256), (50, 50), (None, None)])
 def test_generate_takes_prompts_up_to_the_new_window(named, expected, tmp_path):
     model = tiny()
@@ -471,20 +463,6 @@ def test_an_adapter_in_a_folder_is_merged_with_the_rope_of_its_training(tmp_path
     load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
 
 
-def test_the_base_of_an_adapter_is_of_the_revision_that_it_was_trained_on(tmp_path, monkeypatch):
-    peft = pytest.importorskip("peft")
-    tiny().save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    peft.get_peft_model(base, peft.LoraConfig(), revision="v1").save_pretrained(tmp_path / "adapter")
-    asked, real = [], AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: asked.append(k.get("revision")) or real(*a, **k)
-    )
-    export(tmp_path / "adapter", tmp_path / "out")
-    ModelSpec.parse(f"{tmp_path / 'adapter'}@native").load("cpu", "auto")
-    assert asked == ["v1", "v1"]
-
-
 @torch.no_grad()
 def test_a_tilde_is_the_home_of_the_user_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -587,16 +565,12 @@ def test_a_head_that_the_config_unties_is_saved_where_it_is_the_embeddings_too(s
     torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_adapters_that_are_merged_and_switched_off_are_not_in_what_is_exported(tmp_path):
-    model, ids = lora(tiny()), tokens(1, 40)
+def test_adapters_that_are_merged_and_switched_off_are_refused(tmp_path):
+    model = lora(tiny())
     model.merge_adapter()
     with model.disable_adapter():
         with pytest.raises(ValueError, match="merged and switched off at once.* call model.unmerge_adapter.. first"):
-            export(model, tmp_path / "unchecked", check=False)
-        export(model, tmp_path / "out", check=True)  # which runs the model, and so takes them out
-        torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+            export(model, tmp_path / "out")
 
 
 @torch.no_grad()
@@ -628,6 +602,8 @@ def test_shards_are_no_larger_than_asked(tmp_path):
     assert len(shards) > 2 and all(shard.stat().st_size < 2e4 + 4000 for shard in shards)
     ids = tokens(1, 40)
     assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "whoever may read the config may read the weights"
 
 
 # peak memory, in MiB, that an export adds to that of the loaded model with adapters, and the size of its weights
@@ -666,21 +642,6 @@ def test_merging_takes_a_shard_and_a_layer_of_memory_not_another_model(tmp_path)
         added[shard_gb], weights = map(float, done.stdout.split())
     assert added[0.02] < weights / 2, added
     assert added[5.0] > weights / 2, "in one shard all weights are merged at once: else nothing is measured"
-
-
-def test_the_progress_of_writing_is_shown(tmp_path, capfd):
-    """Of every layer, as Transformers shows its own: on stderr, and not where its progress bars are off."""
-    model = tiny()
-    logging.enable_progress_bar()
-    export(model, tmp_path / "out")
-    layers = model.config.num_hidden_layers
-    assert "Writing layers: 100%" in (shown := capfd.readouterr().err) and f"{layers}/{layers}" in shown
-    logging.disable_progress_bar()
-    try:
-        export(model, tmp_path / "silent")
-        assert "Writing layers" not in capfd.readouterr().err
-    finally:
-        logging.enable_progress_bar()
 
 
 @torch.no_grad()
@@ -734,13 +695,6 @@ def test_an_empty_folder_is_filled_and_stays_the_same_one(where, tmp_path, monke
     assert before in (None, real.stat().st_ino) and set(left_behind(tmp_path)) <= {"real", "link"}
 
 
-def test_an_empty_folder_is_empty_after_an_error(tmp_path):
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="would serve this model wrong"):
-        export(patch_model(tiny(), "dynamic-ntk", factor=4.0), tmp_path / "out", target="vllm")
-    assert left_behind(tmp_path / "out") == []
-
-
 def test_the_config_is_the_last_file_that_comes_into_an_empty_folder(tmp_path, monkeypatch):
     """What was killed before is no checkpoint to anybody."""
     moved, rename = [], Path.rename
@@ -750,14 +704,13 @@ def test_the_config_is_the_last_file_that_comes_into_an_empty_folder(tmp_path, m
     assert moved[-1] == tmp_path / "out/config.json" and set(moved) >= set((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_what_a_killed_export_has_left_is_named(is_there, tmp_path, monkeypatch):
+def test_what_a_killed_export_has_left_is_named(tmp_path, monkeypatch):
     """It is hidden and as large as the model, and in a folder that looks empty it is what makes the next one fail."""
-    killed = tmp_path / "out" / ".out-unfinished-abc" if is_there else tmp_path / ".out-unfinished-abc"
+    killed = tmp_path / "out" / ".out-unfinished-abc"
     killed.mkdir(parents=True)
     warned = []
     monkeypatch.setattr(writing.logger, "warning", warned.append)
-    with pytest.raises(FileExistsError) if is_there else nullcontext():
+    with pytest.raises(FileExistsError):
         export(tiny(), tmp_path / "out")
     assert len(warned) == 1 and warned[0].startswith(f"{killed} was left by a process that was killed while it wrote ")
     assert killed.is_dir()

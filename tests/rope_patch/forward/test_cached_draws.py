@@ -137,24 +137,6 @@ def test_continuous_batching_is_refused():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "select",
-    [torch.tensor([True, False]), torch.tensor([1, 0]), torch.tensor([-1, 0])],
-    ids=["bool", "index", "from the end"],
-)
-def test_rows_of_a_cache_are_chosen_by_name_and_by_bool(select):
-    model, ids = tiny(), tokens(2, 9)
-    with rope_view(model, Skip(), seed=2):
-        cache = model(ids[:, :8], use_cache=True).past_key_values
-        drawn = model.model._rope_patch.overrides.innermost().last.parameters["skip"].clone()
-        reorders = select.dtype != torch.bool and (select >= 0).all()  # which takes no others
-        (cache.reorder_cache if reorders else cache.batch_select_indices)(
-            **{"beam_idx" if reorders else "indices": select}
-        )
-        assert torch.equal(cache._rope_patch_draws.parameters["skip"], drawn[select])
-
-
-@torch.no_grad()
 def test_a_cache_keeps_the_draws_that_filled_it():
     """Another forward in between, and rows that change places, as those of beams do."""
     model, case = tiny(), cells.CASES["per-layer"]
@@ -180,7 +162,8 @@ def test_a_cache_keeps_the_draws_that_filled_it():
     ("method", "argument", "rows"),
     [
         ("reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0]),
-        ("batch_select_indices", torch.tensor([2, 0]), [2, 0]),
+        ("batch_select_indices", torch.tensor([-1, 0]), [2, 0]),
+        ("batch_select_indices", torch.tensor([True, False, True]), [0, 2]),
         ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
     ],
 )

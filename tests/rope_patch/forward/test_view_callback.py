@@ -115,7 +115,7 @@ PREFERENCES = {"dpo": (DPOTrainer, DPOConfig, LN2), "kto": (KTOTrainer, KTOConfi
 @pytest.mark.parametrize(("kind", "peft"), [("dpo", False), ("dpo", True), ("kto", False)])
 def test_policy_and_reference_draw_alike(kind, peft, saved, tmp_path):
     trainer_class, config_class, begins_at = PREFERENCES[kind]
-    model = patch_model(load(saved), "skip", skip=Uniform(1, 64))
+    model = patch_model(patch_model(load(saved), "yarn", factor=2.0), "skip", skip=Uniform(1, 64))
     data = preference_data(kind)
     run = made(trainer_class, config_class, model, tmp_path, data, peft, {"eval_dataset": data})
     run.train()
@@ -226,7 +226,7 @@ def sampled(kind, model, tmp_path, **options):
 def test_replies_and_losses_are_those_without_a_view(kind, saved, tmp_path):
     entries = []
     for view in (None, Skip(skip=Uniform(1, 64))):
-        model = load(saved)
+        model = patch_model(load(saved), "yarn", factor=2.0)
         torch.manual_seed(0)
         run = sampled(kind, model if view is None else patch_model(model, view), tmp_path)
         run.train()
@@ -631,73 +631,3 @@ def test_two_ranks_draw_as_one_does_for_the_same_documents(tmp_path):
     )
     assert {**first, **second} == alone and len(first) + len(second) == len(alone) == 16
     assert len(set(alone.values())) > 8
-
-
-PATCHES = {
-    "nothing": (),
-    "rescaling": (("yarn", {"factor": 2.0}),),
-    "view": (("skip", {"skip": Uniform(1, 64)}),),
-    "both": (("yarn", {"factor": 2.0}), ("skip", {"skip": Uniform(1, 32)})),
-}
-# two micro-batches a step
-STEP = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
-
-
-def with_patches(model, patches):
-    for method, options in PATCHES[patches]:
-        patch_model(model, method, **options)
-    return model
-
-
-def losses(kind, patches, peft, tmp_path):
-    """Loss and, where there is one, KL of each logged step."""
-    if kind == "reward":
-        # equal rows: what a reward model of random weights gives for others goes by positions
-        rows = [{"chosen": words(12, i), "rejected": words(12, i)} for i in range(8)]
-        model = with_patches(reward_model(), patches)
-        config = lora()
-        config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
-        run = made(
-            RewardTrainer, RewardConfig, model, tmp_path, Dataset.from_list(rows),
-            peft=config if peft else None, **STEP,
-        )  # fmt: skip
-    elif kind in PREFERENCES:
-        trainer_class, config_class, _ = PREFERENCES[kind]
-        tiny().save_pretrained(tmp_path / "model")
-        model = with_patches(load(tmp_path / "model"), patches)
-        run = made(trainer_class, config_class, model, tmp_path, preference_data(kind), peft, **STEP)
-    else:
-        trainer_class, config_class = POLICIES[kind]
-        tiny().save_pretrained(tmp_path / "model")
-        model = with_patches(load(tmp_path / "model"), patches)
-        options = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
-        args = config_class(output_dir=str(tmp_path / "run"), **{**COMMON, **STEP, **options})
-        prompts = Dataset.from_list([{"prompt": words(6, i)} for i in range(8)])
-        run = trainer_class(
-            model=model, args=args, train_dataset=prompts, processing_class=tokenizer(), reward_funcs=mixed_rewards,
-            peft_config=lora() if peft else None,
-        )  # fmt: skip
-    run.train()
-    return [(e["loss"], e.get("kl", 0.0)) for e in logged(run, "loss", "kl")]
-
-
-BEGINS_AT = {"dpo": math.log(2), "kto": 0.5, "reward": math.log(2)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("peft", [False, True], ids=["whole model", "adapters"])
-@pytest.mark.parametrize("kind", [*BEGINS_AT, *POLICIES])
-def test_the_loss_begins_where_it_does_without_a_patch(kind, peft, tmp_path):
-    by_patches = {}
-    for patches in PATCHES:
-        torch.manual_seed(0)
-        folder = tmp_path / patches
-        by_patches[patches] = losses(kind, patches, peft, folder)
-    for entries in by_patches.values():
-        for loss, kl in entries:
-            assert kl == pytest.approx(0, abs=1e-5)
-            if kind in BEGINS_AT:
-                assert loss == pytest.approx(BEGINS_AT[kind], abs=1e-4)
-    if kind in POLICIES:  # replies are sampled under the rescaling alone
-        for before, after in (("nothing", "view"), ("rescaling", "both")):
-            assert [e[0] for e in by_patches[after]] == pytest.approx([e[0] for e in by_patches[before]], abs=1e-5)
