@@ -81,9 +81,9 @@ class _Merged(torch.autograd.Function):
     ) -> torch.Tensor:
         far, log_far, rest_far = _forward(query, prefix_key, prefix_value, False, scale)
         near, log_near, rest_near = _forward(query, key, value, True, scale)
-        log_sum = torch.logaddexp(log_far, log_near)
+        log_sum = torch.logaddexp(log_far, log_near)  # [batch, n_heads, n]
         output = _rows(log_far - log_sum, far) * far + _rows(log_near - log_sum, near) * near
-        output = output.to(near.dtype)
+        output = output.to(near.dtype)  # logs are float32
         ctx.save_for_backward(query, prefix_key, prefix_value, key, value, output, log_sum)
         ctx.rest, ctx.scale = (rest_far, rest_near), scale
         return output

@@ -31,7 +31,7 @@ def differs_by_rounding(found: torch.Tensor, plain: torch.Tensor, known: torch.T
     """
     least = max(_LEAST, _STEPS * torch.finfo(plain.dtype).eps)
     found, plain, known = (x.float() for x in (found, plain, known))
-    spread = (plain - plain.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
+    spread = (plain - plain.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)  # [n]
     far, near = (((x - plain).norm(dim=-1) / spread).clamp(min=least).log().mean() for x in (found, known))
     return bool(far <= near + math.log(_TIMES) and far <= math.log(_MOST))
 

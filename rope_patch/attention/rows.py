@@ -68,6 +68,7 @@ class _Spans:
         sizes = with_gaps(documents, self.batch * self.n)
         if self.batch == 1 and list(sizes.values()) == [self.n]:
             return self.windowed.causal(call.query, call.key, call.value, *how).transpose(1, 2)
+        # one split each, because the backward of each separate slice makes a tensor of the size of the whole
         pieces = [by_token(x).split(list(sizes.values())) for x in (call.query, call.key, call.value)]
         shape = (call.query.shape[1], call.value.shape[-1])
         out = []
@@ -75,7 +76,7 @@ class _Spans:
             if place not in documents:
                 out.append(call.value.new_zeros(q.shape[0], *shape))
                 continue
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, size, head_dim]
             out.append(self.windowed.causal(q, k, v, *how)[0].transpose(0, 1))
         return torch.cat(out).view(self.batch, self.n, *shape)
 

@@ -188,7 +188,7 @@ class _Groups:
         tensors = [by_token(x) for x in (query, key, value)]
         outputs, places = [], []
         for place in self._places[shifted]:  # [groups, tokens]
-            q, k, v = (x[place].transpose(1, 2) for x in tensors)
+            q, k, v = (x[place].transpose(1, 2) for x in tensors)  # [groups, heads, tokens, head_dim]
             mask = None
             if self.eager or (window is not None and window < place.shape[1]):
                 mask_key = (place.shape[1], window, q.dtype)

@@ -223,11 +223,12 @@ class _StringPositions:
 
     def _some_queries(self, call: AttentionCall, plan: _Plan, far: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         first, last, device = plan.cached + begin, plan.cached + end - 1, call.query.device
+        # the last query sees keys below n_far rotated further; the first query sees keys from `near` on as they are
         n_far, near = max(0, last - self.offset + 1), max(0, first - self.offset + 1)
         index = torch.cat([torch.arange(n_far, device=device), torch.arange(near, last + 1, device=device)])
         is_far = torch.arange(len(index), device=device) < n_far
         query = torch.arange(first, last + 1, device=device)
-        distance = query[:, None] - index
+        distance = query[:, None] - index  # [queries, far keys and then near keys]
         # each query sees a key once: rotated further, or not
         seen = ((distance >= 0) & ((distance >= self.offset) == is_far))[None]  # [1 or batch, queries, keys]
         if plan.document is not None:

@@ -48,7 +48,7 @@ class WindowedAttention:
         out = []
         for q, k, v in zip(query.split(block, 2), keys, values, strict=True):
             # kernels that take masks repeat shared keys themselves, the slow one in full precision
-            k, v = repeated(k, n_heads), repeated(v, n_heads)
+            k, v = repeated(k, n_heads), repeated(v, n_heads)  # [batch, n_heads, at most block + window - 1, d]
             shape = (window, q.shape[2], k.shape[2])
             if shape not in self._visible:
                 self._visible[shape] = causal_band(q.shape[2], k.shape[2], window, q.device)
