@@ -84,8 +84,8 @@ class _SaveWithSidecar:
         self.causal_lm = _weak(state["causal_lm"])
 
 
-class _OfModel:
-    """Base of objects that sit on a model and refer to it weakly; a copy of the model gets its own."""
+class _ModelMethod:
+    """Base of replaced methods of one model. They refer to it weakly, and a copy of the model gets copies of them."""
 
     def __init__(self, causal_lm: nn.Module | None) -> None:
         self.causal_lm = _weak(causal_lm)
@@ -100,7 +100,7 @@ class _OfModel:
         self.__init__(state["causal_lm"])  # type: ignore[misc]
 
 
-class _TraversalWatch(_OfModel):
+class _TraversalWatch(_ModelMethod):
     """Replaces `named_modules` of one decoder, to find the adapters and wrappers around it.
 
     PEFT walks through all modules of what it saves. If it is passed the weights, as under DeepSpeed ZeRO-3, nothing
@@ -130,7 +130,7 @@ class _TraversalWatch(_OfModel):
         return modules
 
 
-class _CheckedSave(_OfModel):
+class _CheckedSave(_ModelMethod):
     """Replaces `save_pretrained` of one model, for saves with weights that were gathered elsewhere."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -270,8 +270,8 @@ def _traversed() -> tuple[list[nn.Module], bool]:
         if frame.f_code.co_name != "named_modules":
             callers = [frame, *islice(calls, 2)]
             names = [caller.f_code.co_name for caller in callers]
-            of_peft = str(callers[-1].f_globals.get("__name__")).startswith("peft.")
+            by_peft = str(callers[-1].f_globals.get("__name__")).startswith("peft.")
             by_name = names[:2] == ["_named_members", "named_parameters"] and names[2:] != ["parameters"]
-            return around, by_name and not of_peft
+            return around, by_name and not by_peft
         around.append(frame.f_locals["self"])
     return around, False

@@ -20,9 +20,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> str | None:
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or hasattr(tensor, "ds_id"):
             return None
-        of_tensor = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        of_tensor.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        parts.add(of_tensor.digest())
+        sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        parts.add(sha.digest())
     return hashlib.sha256(b"".join(sorted(parts))).hexdigest() if parts else None
 
 

@@ -92,8 +92,8 @@ def _overlapping(x: torch.Tensor, before: int, block: int, overlap: int) -> list
     pieces = dict(zip(borders, x.split([b - a for a, b in pairwise(borders)], 2), strict=False))
     blocks = []
     for begin, end in zip([0, *inner], ends, strict=True):
-        own = [piece for start, piece in pieces.items() if begin <= start < end]
-        blocks.append(own[0] if len(own) == 1 else torch.cat(own, 2))
+        parts = [piece for start, piece in pieces.items() if begin <= start < end]
+        blocks.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     return blocks
 
 

@@ -1,1 +1,4 @@
-"""Checks of this package on a user's model, for `rope-patch check`. No other room imports them."""
+"""Checks of this package on a user's model, for `rope-patch check`.
+
+No other room imports them.
+"""

@@ -13,7 +13,7 @@ from ..adapters.watch import adapter_configs
 
 _WRAPPERS = ("base_layer", "_orig_mod", "_checkpoint_wrapped_module")
 _BNB = ("Params4bit", "Int8Params")
-# PEFT's layers whose `get_delta_weight` is added to a quantised weight; HiRA multiplies by its own
+# PEFT's layers whose `get_delta_weight` is added to a quantised weight; HiRA multiplies by its matrix
 _ADDING = ("LoraLayer", "VeraLayer", "PveraLayer", "RandLoraLayer")
 
 
@@ -79,14 +79,14 @@ def _of_module(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if is_adapted(module):
         yield from _of_adapted(module, name)
         return
-    for own, parameter in module._parameters.items():
+    for key, parameter in module._parameters.items():
         if parameter is not None:
-            yield _join(name, own), _dequantised(module) if type(parameter).__name__ in _BNB else parameter
-    for own, buffer in module._buffers.items():
-        if buffer is not None and own not in module._non_persistent_buffers_set:
-            yield _join(name, own), buffer
-    for own, child in module.named_children():
-        yield from _of_module(child, plain_name(_join(name, own)))
+            yield _join(name, key), _dequantised(module) if type(parameter).__name__ in _BNB else parameter
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            yield _join(name, key), buffer
+    for child_name, child in module.named_children():
+        yield from _of_module(child, plain_name(_join(name, child_name)))
 
 
 def _of_adapted(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,18 +123,18 @@ def _of_adapted(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _merged(module: Any, base: Any, active: list[str], name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Merge by PEFT's `merge` into a float32 copy in place of the weight, so that the sum is rounded once."""
-    before = {own: parameter.data for own, parameter in base.named_parameters()}
+    before = {key: parameter.data for key, parameter in base.named_parameters()}
     try:
-        for own, parameter in base.named_parameters():
-            parameter.data = before[own].to(torch.float32, copy=True)
+        for key, parameter in base.named_parameters():
+            parameter.data = before[key].to(torch.float32, copy=True)
         module.merge(adapter_names=active)
-        merged = {own: parameter.data for own, parameter in base.named_parameters()}
+        merged = {key: parameter.data for key, parameter in base.named_parameters()}
     finally:
-        for own, parameter in base.named_parameters():
-            parameter.data = before[own]
+        for key, parameter in base.named_parameters():
+            parameter.data = before[key]
         module.merged_adapters.clear()
-    for own, tensor in merged.items():
-        yield _join(name, own), tensor.to(before[own].dtype)
+    for key, tensor in merged.items():
+        yield _join(name, key), tensor.to(before[key].dtype)
 
 
 def _merged_into_quantised(module: Any, base: Any, active: list[str], name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,5 +169,5 @@ def _dequantised(module: Any) -> torch.Tensor:
     return dequantize_bnb_weight(module.weight, getattr(module, "state", None))
 
 
-def _join(name: str, own: str) -> str:
-    return f"{name}.{own}" if name else own
+def _join(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child

@@ -201,10 +201,10 @@ class RotaryEntry:
             for name, inv_freq in self.frequencies.items():
                 module._buffers[name] = drawn.view.frequencies(inv_freq, drawn.parameters)
         if isinstance(drawn, DrawnView) and drawn.view.layerwise:
-            for layers, of_layers in drawn.by_layer(module.config.num_hidden_layers):
-                embeddings = module.forward(x, self._index(of_layers, position_ids).to(x.device))
+            for layers, layer_drawn in drawn.by_layer(module.config.num_hidden_layers):
+                embeddings = module.forward(x, self._index(layer_drawn, position_ids).to(x.device))
                 self.by_layer.update(dict.fromkeys(layers, embeddings))
-                drawn = of_layers  # any group will do for the call itself: no layer uses its output
+                drawn = layer_drawn  # any group will do for the call itself: no layer uses its output
         self.by_layer.update(dict.fromkeys(stays, at_true_positions))
         rope_index = self._index(drawn, position_ids).to(x.device)
         if "position_ids" in kwargs:

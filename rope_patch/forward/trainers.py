@@ -16,7 +16,7 @@ _CHECKED = "_rope_patch_reference_checked"  # set on a trainer whose ref_model h
 
 
 def reference_of(trainer: Any) -> Any:
-    """The decoder of a trainer's `ref_model`, None if it has none of its own."""
+    """The decoder of a trainer's `ref_model`, None if it has none."""
     reference = getattr(trainer, "ref_model", None)
     return find_decoder(reference) if isinstance(reference, nn.Module) else None
 
@@ -43,15 +43,15 @@ def give_rope_to_reference(trainer: Any, decoder: Any, state: RopeState, patch: 
         )
     reference = reference_of(trainer)
     if reference is not None and reference is not decoder:
-        of_model, of_reference = RopeParameters.of(decoder), RopeParameters.of(reference)
-        if not _alike(of_model, of_reference):
+        model_rope, reference_rope = RopeParameters.of(decoder), RopeParameters.of(reference)
+        if not _alike(model_rope, reference_rope):
             was_read = getattr(trainer.args, "precompute_ref_log_probs", False)
-            if state.start_rescalings or was_read or not _alike(state.native, of_reference):
+            if state.start_rescalings or was_read or not _alike(state.native, reference_rope):
                 raise ValueError(
                     "ref_model must have the RoPE frequencies that training begins with: model has "
-                    f"{of_model.rope_parameters}, ref_model {of_reference.rope_parameters}. Give it those of the model "
-                    "before training, as in patch_model(trainer.ref_model, 'yarn', factor=...), or train adapters, "
-                    "whose reference is the model itself."
+                    f"{model_rope.rope_parameters}, ref_model {reference_rope.rope_parameters}. Give it those of the "
+                    "model before training, as in patch_model(trainer.ref_model, 'yarn', factor=...), or train "
+                    "adapters, whose reference is the model itself."
                 )
             patch(trainer.ref_model, state.rescaling)
     setattr(trainer, _CHECKED, True)

@@ -10,7 +10,7 @@ from support.tiny import WINDOW, tiny, tokens
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
-from rope_patch import describe, list_methods, load_adapter, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch import describe, load_adapter, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.patch import view_source
 from rope_patch.views import Cyclic, PosAug, Skip, Uniform
 
@@ -21,12 +21,6 @@ def lora(**kwargs):
     return LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **kwargs
     )
-
-
-def test_list_methods_names_everything():
-    names = set(list_methods())
-    assert {"pi", "ntk", "dynamic-ntk", "abf", "yarn", "longrope", "llama3"} <= names
-    assert {"standard", "skip", "cyclic", "dilation", "chunk-permute", "posaug", "nope", "compose"} <= names
 
 
 def test_patching_returns_the_same_object_and_twice_is_once():
@@ -172,39 +166,6 @@ def test_generation_sees_the_same_view_with_and_without_cache(view, cache):
                 logits = model(grown, attention_mask=full, use_cache=False).logits[:, -1]
             grown = torch.cat([grown, logits.argmax(-1, keepdim=True)], 1)
     assert torch.equal(fast, grown)
-
-
-@torch.no_grad()
-def test_decoding_keeps_the_draws_that_filled_the_cache():
-    model = tiny()
-    ids = tokens(2, 12)
-    with rope_view(model, Skip(), seed=4):
-        whole = model(ids, use_cache=False).logits
-    with rope_view(model, Skip(skip=Uniform(1, 12)), seed=4):
-        out = model(ids[:, :11], use_cache=True)
-        source = model.model._rope_patch.overrides.innermost()
-        drawn = source.last.parameters["skip"].clone()
-        model(ids[:, 11:], past_key_values=out.past_key_values, use_cache=True)
-        assert torch.equal(source.last.parameters["skip"], drawn)
-        with pytest.raises(ValueError, match="continues with the 2 rows that filled the cache, got 1 rows"):
-            model(ids[:1, 11:], past_key_values=out.past_key_values, use_cache=True)
-    assert whole.shape == (2, 12, 101)
-
-
-@torch.no_grad()
-def test_explicit_index_covers_the_tokens_that_are_decoded():
-    model = tiny()
-    ids = tokens(1, 6)
-    index = torch.tensor([[0, 1, 2, 40, 41, 42]])
-    with rope_view(model, index=index):
-        whole = model(ids, use_cache=False).logits
-        out = model(ids[:, :4], use_cache=True)
-        rest = model(ids[:, 4:], past_key_values=out.past_key_values, use_cache=True).logits
-        torch.testing.assert_close(torch.cat([out.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
-        with pytest.raises(
-            ValueError, match="index must be \\[batch, seq_len\\] .* got \\(1, 6\\) for 1 rows and tokens 0 to 7"
-        ):
-            model(tokens(1, 7), use_cache=False)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from support import cells, objectives, oracle
-from support.marks import needs_own_adapters
 from support.tiny import tiny, tokens
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from rope_patch import describe, load_adapter, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch import load_adapter, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.losses import RelationDistiller, RelationTargets, SharedTeacher
 from rope_patch.views import Skip
 
@@ -99,19 +98,6 @@ def test_several_adapters_share_the_rope(tmp_path):
     assert torch.equal(under_view(wrapped, ids), seen["one"])
     with torch.no_grad(), wrapped.disable_adapter(), native_rope(wrapped):
         assert torch.equal(wrapped(ids).logits, tiny()(ids).logits)
-
-
-@needs_own_adapters
-def test_adapters_without_a_wrapper(tmp_path):
-    """Transformers' own `add_adapter` puts them into the model itself."""
-    ids = tokens(1, L)
-    model = patch_model(tiny(), "pi", factor=2.0)
-    torch.manual_seed(1)
-    model.add_adapter(LoraConfig(**LORA))
-    seen = under_view(model.eval(), ids)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(under_view(load_adapter(tiny(), tmp_path), ids), seen)
-    assert describe(model).adapters == ("default",)
 
 
 def test_a_merged_adapter_leaves_no_teacher_and_keeps_views():
