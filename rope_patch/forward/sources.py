@@ -5,7 +5,7 @@ import torch
 from ..base.validators import require_integer
 from ..layout.documents import Documents, locate_documents
 from ..views.base import View
-from .cached_draws import draws_of, why_other_indices, why_other_view
+from .cached_draws import draws_of, why_other_indices
 from .draw_clock import DrawClock
 from .drawn_view import Batch, DrawnView, IndexTable
 
@@ -25,8 +25,8 @@ class ViewSource:
         """Draw for a forward; one that continues a cache keeps the draws that filled it."""
         last = draws_of(batch.cache)
         if batch.cached and last is not None:
-            if isinstance(last, IndexTable):
-                raise ValueError(why_other_indices("explicit indices (rope_view(index=...))", f"{self.view!r} is"))
+            if isinstance(last, IndexTable) or last.view != self.view:
+                raise ValueError(why_other_indices(last, f"{self.view!r} is"))
             return self._continued(last, batch)
         documents = locate_documents(
             batch.rows, batch.seq_len, batch.device, batch.position_ids, _current(batch.attention_mask, batch)
@@ -64,8 +64,6 @@ class ViewSource:
 
     def _continued(self, last: DrawnView, batch: Batch) -> DrawnView:
         rows = last.documents.start.shape[0]
-        if last.view != self.view:
-            raise ValueError(why_other_view(last.view, f"{self.view!r} is"))
         if rows != batch.rows:
             raise ValueError(
                 f"decoding under a view continues with the {rows} rows that filled the cache, got {batch.rows} rows. "
@@ -87,7 +85,7 @@ class TableSource:
         """The part of the table for the tokens of this forward: those after what the cache holds."""
         filled = draws_of(batch.cache)
         if batch.cached and isinstance(filled, DrawnView) and filled.view.perturbs:
-            raise ValueError(why_other_view(filled.view, "explicit indices are"))
+            raise ValueError(why_other_indices(filled, "explicit indices are"))
         rows, tokens = self.index.shape
         end = batch.cached + batch.seq_len
         # in inference the rest of the table may be for tokens that are generated later
