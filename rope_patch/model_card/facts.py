@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ..adapters.watch import base_revision
 from ..forward.config_checks import text_config
-from ..forward.state import state_of
+from ..forward.state import RopeState, state_of
 from ..methods import resolve_rescaling
 from ..rope.rotary import find_causal_lm, find_decoder
 from ..views.base import TRUE_POSITIONS
@@ -114,17 +114,21 @@ def facts_of(
         revision: of a model on the hub that has no training record; None is "main", or that of an adapter.
     """
     causal_lm = find_causal_lm(model)
-    of_adapters = base_revision(model)
-    base = base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path, of_adapters or revision)
-    recorded = of_adapters or ("" if base is None else base.revision)
+    adapter_revision = base_revision(model)
+    base = base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path, adapter_revision or revision)
+    recorded = adapter_revision or ("" if base is None else base.revision)
+    try:
+        decoder: Any = find_decoder(model)
+    except ValueError:  # a model without RoPE
+        decoder = None
     loaders = [name for name, (known, _) in LOADERS.items() if type(causal_lm).__name__ in known.values()]
     return CardFacts(
         base=base,
         is_adapter=is_adapter,
         base_revision=recorded if is_adapter else "",
         loader=loaders[0] if loaders else "AutoModelForCausalLM",  # the latter for repository code
-        context=_context(model, runs, rescalings, config),
-        always_view=_always_view(model),
+        context=() if decoder is None else _context(model, config or text_config(causal_lm, decoder), runs, rescalings),
+        always_view="" if decoder is None else _always_view(state_of(decoder)),
         runs=tuple(_run_rows(run) for run in runs),
         datasets=tuple(dict.fromkeys(name for run in runs if (name := run.get("run", {}).get("dataset")))),
         citations=_citations(runs, rescalings),
@@ -140,13 +144,8 @@ def base_of_runs(runs: Sequence[Mapping[str, Any]]) -> BaseModel | None:
 
 
 def _context(
-    model: nn.Module, runs: Sequence[Mapping[str, Any]], rescalings: Sequence[Mapping[str, Any]], config: Any
+    model: nn.Module, config: Any, runs: Sequence[Mapping[str, Any]], rescalings: Sequence[Mapping[str, Any]]
 ) -> Rows:
-    try:
-        decoder = find_decoder(model)
-    except ValueError:  # a model without RoPE
-        return ()
-    config = text_config(find_causal_lm(model), decoder) if config is None else config
     window = getattr(config, "max_position_embeddings", None)
     native = native_window(model, runs)
     steps = [f"{code(rescaling['method'])}{_options(rescaling['options'], ' (', ')')}" for rescaling in rescalings]
@@ -167,11 +166,7 @@ def native_window(model: nn.Module, runs: Sequence[Mapping[str, Any]]) -> int | 
     return recorded or (None if state is None else state.native.max_position_embeddings)
 
 
-def _always_view(model: nn.Module) -> str:
-    try:
-        state = state_of(find_decoder(model))
-    except ValueError:  # a model without RoPE
-        return ""
+def _always_view(state: RopeState | None) -> str:
     if state is None:
         return ""
     view, when = state.ended or ((state.source.view, state.when) if state.source is not None else (None, "train"))
