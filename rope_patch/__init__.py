@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import Transformers' callbacks, and with them its integrations, only when the callback is asked for."""
+    """Import the callback on first use, because Transformers' callbacks import its integrations."""
     if name != "RopeViewCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .forward.view_callback import RopeViewCallback

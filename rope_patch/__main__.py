@@ -1,4 +1,4 @@
-"""`python -m rope_patch`: what this package is; the command line is another one's, which this may not import."""
+"""`python -m rope_patch`: prints what this package offers. The command line is in `trl_ext`."""
 
 import sys
 
@@ -7,7 +7,7 @@ from .version import __version__
 
 
 def main(arguments: list[str]) -> int:
-    """Print the version, or what there is; 0, or 2 if something else was asked for."""
+    """Print the version or a summary, and return the exit status: 2 for unknown arguments, else 0."""
     if arguments == ["--version"]:
         print(f"rope-patch {__version__}")
         return 0

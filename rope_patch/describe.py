@@ -51,13 +51,17 @@ class RopeDescription:
     adapters: tuple[str, ...]
 
     def __str__(self) -> str:
+        forwards = "every forward" if self.when == "always" else "training forwards"
+        old_window = (
+            " (programs that serve the model stop there; a rescaling with max_position_embeddings can write another)"
+        )
         lines = [
             f"{self.model}: {'patched' if self.patched else 'not patched'}",
             f"  RoPE            {_parameters_text(self.rope_parameters)}",
             f"  rescaling       {self.rescaling or 'none'}",
-            f"  view            {f'{self.view}, sampled in {_WHEN[self.when]}' if self.view else 'none'}",
+            f"  view            {f'{self.view}, sampled in {forwards}' if self.view else 'none'}",
             f"  trained window  {_window(self.trained_window)}",
-            f"  target window   {_window(self.target_window)}{f' ({_OLD_WINDOW})' if self.keeps_window else ''}",
+            f"  target window   {_window(self.target_window)}{old_window if self.keeps_window else ''}",
             f"  rotary modules  {', '.join(self.modules)}",
         ]
         if self.local_layers:
@@ -75,10 +79,6 @@ class RopeDescription:
             )
             lines.append(f"  adapters        {', '.join(self.adapters)} ({kept})")
         return "\n".join(lines)
-
-
-_OLD_WINDOW = "programs that serve the model stop there; a rescaling with max_position_embeddings can write another"
-_WHEN = {"train": "training forwards", "always": "every forward", None: ""}
 
 
 def describe(model: nn.Module) -> RopeDescription:

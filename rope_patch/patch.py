@@ -1,4 +1,4 @@
-"""The public calls: patch a model, take the patch off, put a view or the native RoPE in force for a while."""
+"""The public calls: patch and unpatch a model, and apply a view or the native RoPE inside a block."""
 
 import copy
 import threading

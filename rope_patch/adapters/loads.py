@@ -30,11 +30,11 @@ _OF_HUB = ("revision", "cache_dir", "token")
 
 def require_rope_of_loads(state: RopeState) -> None:
     """Raise ValueError if an adapter is being loaded that was trained with other RoPE parameters than `state` has."""
-    for model_id, of_hub in _loads_in_progress():
-        subfolder = of_hub.get("subfolder") or ""
+    for model_id, hub_options in _loads_in_progress():
+        subfolder = hub_options.get("subfolder") or ""
         folder: Path | None = Path(model_id, subfolder)
         if not Path(model_id, subfolder, _CONFIG).is_file():
-            folder = _from_hub(str(model_id), subfolder, {name: of_hub.get(name) for name in _OF_HUB})
+            folder = _from_hub(str(model_id), subfolder, {name: hub_options.get(name) for name in _OF_HUB})
         if folder is not None:
             require_rope_of_adapter(folder, state)
 
@@ -50,12 +50,12 @@ def _loads_in_progress() -> Iterator[tuple[str | os.PathLike[str], dict[str, Any
         # PEFT's configs and Transformers' state dicts are loaded by methods of these names too
         if not any(isinstance(given.get(name), nn.Module) for name in ("model", "self")) or given.get(argument) is None:
             continue
-        of_transformers = getattr(given.get("load_config"), "download_kwargs", None)
-        of_hub = [given.get(name) for name in ("kwargs", "hf_hub_download_kwargs", "adapter_kwargs")]
-        yield given[argument], {k: v for entries in (*of_hub, of_transformers) for k, v in (entries or {}).items()}
+        load_options = getattr(given.get("load_config"), "download_kwargs", None)
+        options = [given.get(name) for name in ("kwargs", "hf_hub_download_kwargs", "adapter_kwargs")]
+        yield given[argument], {k: v for entries in (*options, load_options) for k, v in (entries or {}).items()}
 
 
-def _from_hub(repository: str, subfolder: str, of_hub: dict[str, Any]) -> Path | None:
+def _from_hub(repository: str, subfolder: str, hub_options: dict[str, Any]) -> Path | None:
     """The folder of an adapter in the hub's cache, after downloading its sidecar if it has one; None if not cached.
 
     The loading call has already cached the config. A missing sidecar is cached as missing, so the hub is asked once.
@@ -63,7 +63,7 @@ def _from_hub(repository: str, subfolder: str, of_hub: dict[str, Any]) -> Path |
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
-    at = {"revision": of_hub["revision"], "cache_dir": of_hub["cache_dir"]}
+    at = {"revision": hub_options["revision"], "cache_dir": hub_options["cache_dir"]}
     inside = f"{subfolder}/" if subfolder else ""
     try:
         config = try_to_load_from_cache(repository, inside + _CONFIG, **at)
@@ -73,7 +73,7 @@ def _from_hub(repository: str, subfolder: str, of_hub: dict[str, Any]) -> Path |
         return None
     if try_to_load_from_cache(repository, inside + SIDECAR_NAME, **at) is None:
         try:
-            hf_hub_download(repository, inside + SIDECAR_NAME, **of_hub)
+            hf_hub_download(repository, inside + SIDECAR_NAME, **hub_options)
         except EntryNotFoundError:  # also raised without a network: the caller warns that the RoPE is unknown
             pass
         except (HfHubHTTPError, OSError) as error:

@@ -228,9 +228,9 @@ def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> N
 
 def _rope_parameters_in(config: dict[str, Any]) -> list[Any]:
     """Every `rope_parameters` in a config and the configs within it."""
-    of_config = [config["rope_parameters"]] if "rope_parameters" in config else []
+    found = [config["rope_parameters"]] if "rope_parameters" in config else []
     nested = [value for name, value in config.items() if isinstance(value, dict) and name != "rope_parameters"]
-    return of_config + [entry for nested_config in nested for entry in _rope_parameters_in(nested_config)]
+    return found + [entry for nested_config in nested for entry in _rope_parameters_in(nested_config)]
 
 
 def _shown(parameter_sets: list[Any]) -> str:

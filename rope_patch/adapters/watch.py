@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..base.call_stack import frames
 from ..forward.config_checks import require_saved_rope
-from ..forward.state import RopeState, state_of
+from ..forward.state import state_of
 from ..rope.rotary import find_causal_lm, find_decoder
 from .loads import require_rope_of_loads
 from .sidecar import SIDECAR_NAME, mark_config, specification
@@ -51,7 +51,10 @@ class _SaveWithSidecar:
         # several models may share a config: take the one that is being saved
         model = next((m for m in _callers() if hasattr(m, "peft_config")), None)
         owner = self.causal_lm() if model is None else model
-        state = None if owner is None else _state_to_save(owner)
+        decoder = None if owner is None else find_decoder(find_causal_lm(owner))
+        state = None if decoder is None else state_of(decoder)
+        if owner is not None and state is not None and state.source is not None and state.source.view.perturbs:
+            find_decoder(owner)  # raises for PEFT's Shadow, whose own decoder does not have the view
         path = Path(save_directory) / SIDECAR_NAME
         if state is None:
             path.unlink(missing_ok=True)  # may be left from an earlier save
@@ -81,8 +84,8 @@ class _SaveWithSidecar:
         self.causal_lm = _weak(state["causal_lm"])
 
 
-class _OfModel:
-    """Base of objects that sit on a model and refer to it weakly; a copy of the model gets its own."""
+class _ModelMethod:
+    """Base of replaced methods of one model. They refer to it weakly, and a copy of the model gets copies of them."""
 
     def __init__(self, causal_lm: nn.Module | None) -> None:
         self.causal_lm = _weak(causal_lm)
@@ -97,7 +100,7 @@ class _OfModel:
         self.__init__(state["causal_lm"])  # type: ignore[misc]
 
 
-class _TraversalWatch(_OfModel):
+class _TraversalWatch(_ModelMethod):
     """Replaces `named_modules` of one decoder, to find the adapters and wrappers around it.
 
     PEFT walks through all modules of what it saves. If it is passed the weights, as under DeepSpeed ZeRO-3, nothing
@@ -109,14 +112,9 @@ class _TraversalWatch(_OfModel):
         decoder: Any = self.causal_lm()
         if decoder is None:
             raise ReferenceError("the model of this named_modules is gone: keep the model, and call its own method.")
-        if (
-            not torch.compiler.is_compiling()
-        ):  # in a traced forward, which asks for its dtype, Dynamo cannot read the stack
-            self._look(decoder)
         modules: Iterator[tuple[str, nn.Module]] = type(decoder).named_modules(decoder, *args, **kwargs)
-        return modules
-
-    def _look(self, decoder: nn.Module) -> None:
+        if torch.compiler.is_compiling():  # a traced forward asks for its dtype, and Dynamo cannot read the stack
+            return modules
         around, gathers = _traversed()
         outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
         state = state_of(decoder)
@@ -124,11 +122,15 @@ class _TraversalWatch(_OfModel):
             require_rope_of_loads(state)
         for module in around:
             _cover(module, outermost)
-            if gathers and state is not None and state.rescalings:
-                _check_saves(module)
+            is_model = isinstance(module, PreTrainedModel) and "save_pretrained" not in vars(module)
+            # only if the weights are asked for: the replacement holds the model weakly, so that in
+            # `patch_model(from_pretrained(...), ...).save_pretrained(folder)` the model would be gone before the call
+            if is_model and gathers and state is not None and state.rescalings:
+                module.save_pretrained = _CheckedSave(module)  # type: ignore[assignment]
+        return modules
 
 
-class _CheckedSave(_OfModel):
+class _CheckedSave(_ModelMethod):
     """Replaces `save_pretrained` of one model, for saves with weights that were gathered elsewhere."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +153,8 @@ class _SaveWatch:
     """
 
     def __call__(self, decoder: Any, prefix: str, keep_vars: bool) -> None:
-        outermost = next((m for m in reversed(_around(decoder)) if isinstance(m, PreTrainedModel)), decoder)
+        around = [m for m in _callers() if isinstance(m, PreTrainedModel) and any(x is decoder for x in m.modules())]
+        outermost = around[-1] if around else decoder
         state = state_of(decoder)
         if state is not None:
             require_saved_rope(outermost, decoder, state)
@@ -228,33 +231,10 @@ def require_no_decoder_in_adapters(causal_lm: nn.Module) -> None:
             )
 
 
-def _state_to_save(model: nn.Module) -> RopeState | None:
-    """The state of the decoder that is adapted.
-
-    Raises:
-        ValueError: the adapter has its own decoder (PEFT's Shadow), which does not have the model's view. Its
-            frequencies come from the config of the model, also when it is loaded.
-    """
-    state = state_of(find_decoder(find_causal_lm(model)))
-    if state is not None and state.source is not None and state.source.view.perturbs:
-        find_decoder(model)  # raises if an adapter has a second decoder
-    return state
-
-
 def _cover(module: nn.Module, causal_lm: nn.Module) -> None:
     for peft_config in _adapter_configs(module).values():
         if not isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
             peft_config.save_pretrained = _SaveWithSidecar(peft_config, causal_lm)
-
-
-def _check_saves(model: nn.Module) -> None:
-    """Make `model.save_pretrained` check what it writes, unless other code has replaced the method.
-
-    This happens only when the weights are asked for. The replacement holds the model weakly, so that in
-    `patch_model(from_pretrained(...), ...).save_pretrained(folder)` the model would be gone before the call.
-    """
-    if isinstance(model, PreTrainedModel) and "save_pretrained" not in vars(model):
-        model.save_pretrained = _CheckedSave(model)  # type: ignore[method-assign]
 
 
 def _adapter_configs(module: nn.Module) -> dict[str, Any]:
@@ -267,11 +247,7 @@ def _adapter_configs(module: nn.Module) -> dict[str, Any]:
 
 
 def _weak(causal_lm: nn.Module | None) -> Callable[[], nn.Module | None]:
-    return _gone if causal_lm is None else weakref.ref(causal_lm)
-
-
-def _gone() -> None:
-    """A reference to a model that no longer exists."""
+    return (lambda: None) if causal_lm is None else weakref.ref(causal_lm)
 
 
 def _callers() -> Iterator[nn.Module]:
@@ -288,23 +264,14 @@ def _traversed() -> tuple[list[nn.Module], bool]:
     Code that gathers weights to save them calls `named_parameters`. `parameters` is also called for a device or dtype,
     and PEFT calls `named_parameters` to freeze what it wraps, so neither counts.
     """
-    calls = islice(frames(), 2, None)  # without the frames of the watch itself
+    calls = islice(frames(), 1, None)  # without the frame of the watch itself
     around: list[nn.Module] = []
     for frame in calls:
         if frame.f_code.co_name != "named_modules":
             callers = [frame, *islice(calls, 2)]
             names = [caller.f_code.co_name for caller in callers]
-            of_peft = str(callers[-1].f_globals.get("__name__")).startswith("peft.")
+            by_peft = str(callers[-1].f_globals.get("__name__")).startswith("peft.")
             by_name = names[:2] == ["_named_members", "named_parameters"] and names[2:] != ["parameters"]
-            return around, by_name and not of_peft
+            return around, by_name and not by_peft
         around.append(frame.f_locals["self"])
     return around, False
-
-
-def _around(decoder: nn.Module) -> list[nn.Module]:
-    """Modules that hold `decoder` and whose methods are being called, innermost first."""
-    return [module for module in _callers() if _holds(module, decoder)]
-
-
-def _holds(module: nn.Module, decoder: nn.Module) -> bool:
-    return any(m is decoder for m in module.modules())

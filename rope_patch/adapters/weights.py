@@ -20,15 +20,24 @@ def digest(tensors: Iterable[torch.Tensor]) -> str | None:
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or hasattr(tensor, "ds_id"):
             return None
-        of_tensor = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        of_tensor.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        parts.add(of_tensor.digest())
+        sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        parts.add(sha.digest())
     return hashlib.sha256(b"".join(sorted(parts))).hexdigest() if parts else None
 
 
 def digest_of_folder(directory: str | os.PathLike[str]) -> str | None:
     """The digest of the adapter that was saved in `directory`; None if there is none."""
-    return digest(_saved(Path(directory)))
+    from safetensors import safe_open
+
+    def saved() -> Iterator[torch.Tensor]:
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    yield tensors.get_tensor(name)
+
+    files = _safetensors(Path(directory))
+    return digest(saved() if files else _pickled(Path(directory)).values())
 
 
 def shapes_in_folder(directory: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
@@ -44,18 +53,6 @@ def shapes_in_folder(directory: str | os.PathLike[str]) -> dict[str, tuple[int, 
 
 def _safetensors(directory: Path) -> list[Path]:
     return sorted(directory.glob("adapter_model*.safetensors"))
-
-
-def _saved(directory: Path) -> Iterator[torch.Tensor]:
-    files = _safetensors(directory)
-    for file in files:
-        from safetensors import safe_open
-
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                yield tensors.get_tensor(name)
-    if not files:
-        yield from _pickled(directory).values()
 
 
 def _pickled(directory: Path) -> dict[str, torch.Tensor]:

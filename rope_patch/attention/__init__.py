@@ -1,4 +1,4 @@
-"""What replaces or reads the attention of a loaded model, by the functions that Transformers keeps in a table.
+"""Replacing or watching the attention of a loaded model, through Transformers' table of attention functions.
 
 Import its modules by name; `string_positions` is public.
 """

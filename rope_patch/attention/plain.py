@@ -1,7 +1,7 @@
-"""Causal and sliding-window attention without masks of n x n, in place of what a model makes of them.
+"""Causal and sliding-window attention without n x n masks, for inference.
 
-Transformers hands SDPA a mask of n x n in layers that look back no further than a window: at 131072 tokens that is
-16 GiB, 32 GiB more where it is added to scores in 16 bits, and all pairs of tokens are multiplied.
+For layers with a sliding window, Transformers passes an n x n mask to SDPA. At 131072 tokens it takes 16 GiB, and
+32 GiB more where it is added to scores in 16 bits; and all pairs of tokens are multiplied.
 """
 
 from collections.abc import Callable
@@ -34,11 +34,11 @@ from .windowed import WindowedAttention, repeated
 
 
 class NotPlainAttention(Exception):
-    """A layer wants more than causal attention over all tokens or the last ones."""
+    """A layer needs more than causal attention over all tokens or a window."""
 
 
 def require_plain(call: AttentionCall) -> None:
-    """Raise NotPlainAttention unless a layer wants causal attention over all tokens or the last ones."""
+    """Raise NotPlainAttention unless a layer needs only causal attention over all tokens or a window."""
     causal = call.options.get("is_causal")
     causal = getattr(call.module, "is_causal", True) if causal is None else causal
     if not causal or any(call.options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
@@ -50,17 +50,20 @@ def last_hidden_states(
 ) -> torch.Tensor:
     """Last hidden states, [batch, n, hidden], of ids [batch, n] without padding, without gradients.
 
-    Rows longer than a window of the model's layers are read without masks of n x n, where the model runs SDPA under no
-    RoPE view and gives the same states without them, which is looked at once.
+    Rows longer than the model's sliding window are read without n x n masks, if the model runs SDPA under no RoPE view
+    and gives the same states without them, which is checked once.
 
     Args:
         causal_lm: on one device or several.
         ids: of whole rows.
-        watch: sees the attention of each layer before it runs. Where no mask is made, it has None for one and the
-            layer's window among its options.
+        watch: called with the attention of each layer before it runs. Without n x n masks, the call's mask is None and
+            the layer's window is among its options.
     """
-    window = _sliding_window_of(causal_lm)
-    if window is not None and ids.shape[1] > window and _is_plain(causal_lm, window):
+    config = causal_lm.config.get_text_config(decoder=True)
+    types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    has_windows = "sliding_attention" in types and types <= {"full_attention", "sliding_attention"}
+    window = getattr(config, "sliding_window", None) if has_windows else None
+    if window and attention_kernel(causal_lm) == "sdpa" and ids.shape[1] > window and _is_plain(causal_lm, window):
         return _without_masks(causal_lm, ids, watch)
     with nullcontext() if watch is None else watched_attention(causal_lm, watch):
         return _plain_forward(causal_lm, ids)
@@ -93,33 +96,18 @@ def _without_masks(
         return _plain_forward(causal_lm, ids, finished_mask(1, ids.device))
 
 
-def _sliding_window_of(causal_lm: Any) -> int | None:
-    """Most tokens that some layers see, where that is known and SDPA runs; None for other models and kernels."""
-    config = causal_lm.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None) or ()
-    window = getattr(config, "sliding_window", None)
-    is_known = set(types) <= {"full_attention", "sliding_attention"} and (not types or "sliding_attention" in types)
-    return window if window and is_known and attention_kernel(causal_lm) == "sdpa" else None
-
-
-# by the attention that runs and what autocast multiplies in; a model's structure decides, which is checked once
+# model -> (attention implementation, dtype of autocast) -> whether states are the same without masks
 _checked: "WeakKeyDictionary[nn.Module, dict[tuple[str, torch.dtype | None], bool]]" = WeakKeyDictionary()
 
 
 def _is_plain(causal_lm: Any, window: int) -> bool:
-    """Whether rows beyond the window give the same without masks, as the model is now."""
+    """Whether rows beyond the window give the same states without masks: compares some once."""
     if has_view(find_decoder(causal_lm)):
-        return False  # a view reads off the mask which tokens are real
-    device = causal_lm.get_input_embeddings().weight.device
-    known, run = _checked.setdefault(causal_lm, {}), (attention_name(causal_lm), multiplied_dtype(device))
-    if run not in known:
-        known[run] = _gives_the_same(causal_lm, window)
-    return known[run]
-
-
-def _gives_the_same(causal_lm: Any, window: int) -> bool:
-    """Whether states of tokens beyond the window are alike with and without masks."""
+        return False  # a view reads from the mask which tokens are padding
     weight = causal_lm.get_input_embeddings().weight
+    checked, run = _checked.setdefault(causal_lm, {}), (attention_name(causal_lm), multiplied_dtype(weight.device))
+    if run in checked:
+        return checked[run]
     ids = (7919 * torch.arange(1, window + SAMPLES + 1, device=weight.device) % weight.shape[0])[None]
     plain = _plain_forward(causal_lm, ids)[0, -SAMPLES:]
     base = find_base_model(causal_lm)
@@ -127,27 +115,28 @@ def _gives_the_same(causal_lm: Any, window: int) -> bool:
         begun = base(input_ids=ids[:, :window], use_cache=True)
         known = base(input_ids=ids[:, window:], **cache_argument(base, returned_cache(begun)))
         unmasked = _without_masks(causal_lm, ids)[0, -SAMPLES:]
+        checked[run] = differs_by_rounding(unmasked, plain, known.last_hidden_state[0])
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # whatever a family does not take
-        return False
-    return differs_by_rounding(unmasked, plain, known.last_hidden_state[0])
+    except Exception:  # the family does not support it
+        checked[run] = False
+    return checked[run]
 
 
 class Windows:
-    """Attention of the last tokens of rows to all or some before them."""
+    """Attention of the last tokens of rows to all tokens before them, or to a window."""
 
     def __init__(self) -> None:
         self._windowed = WindowedAttention()
 
     def attend(self, call: AttentionCall, window: int | None) -> torch.Tensor:
-        """What the call gives, [batch, n, n_heads, value_dim], where queries are those of the last n tokens.
+        """Output [batch, n, n_heads, value_dim] of a call whose queries are those of the last n tokens.
 
         Args:
             call: of a layer.
-            window: most tokens that a query sees, itself counted; None for all.
+            window: most tokens that a query sees, itself included; None for all.
         """
-        # autocast does this for plain attention, where rotated queries and keys are float32 and values are not
+        # under autocast rotated queries and keys are float32 and values are not; autocast casts them for SDPA alike
         q, k, v = map(as_multiplied, (call.query, call.key, call.value))
         if window is None or k.shape[2] <= window:
             return _causal(q, k, v, call.scale).transpose(1, 2)
@@ -155,19 +144,21 @@ class Windows:
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of the last tokens q to all of k and v up to themselves, [batch, n_heads, n, value_dim].
+    """Causal attention of the last n tokens q to k and v, [batch, n_heads, n, value_dim].
 
-    SDPA's own `is_causal` counts queries from the first key on, and a mask would keep it from flash attention.
+    SDPA's `is_causal` would align the first query with the first key, and a mask would rule out flash attention.
     """
     n, n_keys = q.shape[2], k.shape[2]
     if q.is_cuda and 1 < n < n_keys:
         before, here = slice(n_keys - n), slice(n_keys - n, None)
-        # two calls of the kernel for whole rows take less time than one of a kernel that takes a bias
+        # two calls of the kernel for whole rows are faster than one call of a kernel that takes a bias
         if is_read_in_parts(q, k[:, :, here], v[:, :, here], scale):
             return prefix_attention(q, k[:, :, before], v[:, :, before], k[:, :, here], v[:, :, here], scale)
-    grouped = q.shape[1] != k.shape[1]
-    # other kernels than flash attention repeat keys themselves, the slow one in full precision
-    grouped = grouped and q.is_cuda and _can_use_flash(q, k, v)
+    grouped = False
+    if q.is_cuda and q.shape[1] != k.shape[1]:
+        # other kernels than flash attention repeat shared keys themselves, the slow one in full precision
+        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, True)
+        grouped = torch.backends.cuda.can_use_flash_attention(parameters)
     if not grouped:
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     if n == n_keys:
@@ -175,8 +166,3 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     bias: Any = causal_lower_right(n, n_keys)
     out: torch.Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
     return out
-
-
-def _can_use_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, True)
-    return torch.backends.cuda.can_use_flash_attention(parameters)

@@ -1,7 +1,5 @@
-"""Causal attention of tokens to a prefix and to themselves, by the kernel that PyTorch runs for plain attention."""
+"""Causal attention of tokens to a prefix and to themselves, with the kernel that PyTorch runs for plain attention."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,53 +12,8 @@ from rope_kernels.common.autocast import as_multiplied
 _ATEN = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """Forward and backward of an attention kernel of PyTorch.
-
-    Args:
-        forward: of (query, key, value, causal, scale), gives the output, the log of each row's sum of exponentials, and
-            what the backward wants besides.
-        backward: of (gradient, query, key, value, output, log-sum, rest, causal, scale), gives three gradients.
-    """
-
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-def _cudnn_forward(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any, tuple[Any, ...]]:
-    output, log_sum, ends_q, ends_k, n_q, n_k, seed, offset, _ = _ATEN._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
-    return output, log_sum, (seed, offset, None, ends_q, ends_k, n_q, n_k)
-
-
-def _cudnn_backward(
-    grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any, rest: tuple[Any, ...], causal: bool, scale: float
-) -> Any:
-    return _ATEN._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, output, log_sum, *rest, 0.0, causal, scale=scale
-    )
-
-
-def _cpu_forward(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any, tuple[Any, ...]]:
-    output, log_sum = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return output, log_sum, ()
-
-
-def _cpu_backward(
-    grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any, rest: tuple[Any, ...], causal: bool, scale: float
-) -> Any:
-    return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, output, log_sum, 0.0, causal, scale=scale
-    )
-
-
-# of a device and of what PyTorch chooses there for plain causal attention
-_KERNELS = {
-    ("cuda", SDPBackend.CUDNN_ATTENTION.value): _Kernel(_cudnn_forward, _cudnn_backward),
-    ("cpu", SDPBackend.FLASH_ATTENTION.value): _Kernel(_cpu_forward, _cpu_backward),
-}
+# kernel by which PyTorch computes plain causal attention -> type of device on which we call it for each part
+_KERNELS = {"cuda": SDPBackend.CUDNN_ATTENTION.value, "cpu": SDPBackend.FLASH_ATTENTION.value}
 
 
 def prefix_attention(
@@ -73,14 +26,14 @@ def prefix_attention(
 ) -> torch.Tensor:
     """softmax(scale [q K_prefix^T, causal q K^T]) [V_prefix; V].
 
-    PyTorch has a causal mask that ends at the last key in FlashAttention-2 alone. Where it runs another kernel for
-    plain attention, cuDNN's on a Hopper GPU, that one is called for the prefix and for the tokens apart. With their
-    outputs o_i and logs of row sums l_i, l = ln(e^l_1 + e^l_2):
+    PyTorch has a causal mask that ends at the last key only in FlashAttention-2. If another kernel is faster for plain
+    attention, as cuDNN's is on a Hopper GPU, that kernel runs twice: for the prefix, and for the tokens. With outputs
+    o_i and logs of row sums l_i of the two parts, and l = ln(e^l_1 + e^l_2):
 
         o = e^(l_1 - l) o_1 + e^(l_2 - l) o_2
 
-    and the backward of each part, given o and l in place of its own, is that of the whole: with P = e^(S - l), it forms
-    dS = P (dO V^T - rowsum(dO o)).
+    The backward of each part, given o and l in place of o_i and l_i, is that of the whole: with P = e^(S - l) it
+    computes dS = P (dO V^T - rowsum(dO o)).
 
     Args:
         query: [batch, n_heads, n, head_dim].
@@ -98,9 +51,8 @@ def prefix_attention(
     shared = query.shape[1] != key.shape[1]
     if not prefix_key.shape[2]:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
-    kernel = _kernel_of_parts(query, key, value, scale)
-    if kernel is not None:
-        output: torch.Tensor = _Merged.apply(query, prefix_key, prefix_value, key, value, scale, kernel)
+    if is_read_in_parts(query, key, value, scale):
+        output: torch.Tensor = _Merged.apply(query, prefix_key, prefix_value, key, value, scale)
         return output
     mask: Any = causal_lower_right(query.shape[2], prefix_key.shape[2] + key.shape[2])
     key, value = torch.cat([prefix_key, key], 2), torch.cat([prefix_value, value], 2)
@@ -108,18 +60,14 @@ def prefix_attention(
 
 
 def is_read_in_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> bool:
-    """Whether `prefix_attention` of such tokens calls a kernel for each part, which needs no copy of the prefix."""
-    return _kernel_of_parts(query, key, value, scale) is not None
-
-
-def _kernel_of_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> _Kernel | None:
+    """Whether `prefix_attention` of these tokens calls a kernel for each part, which needs no copy of the prefix."""
     shared = query.shape[1] != key.shape[1]
     choice = torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scale, enable_gqa=shared)
-    return _KERNELS.get((query.device.type, choice))
+    return _KERNELS.get(query.device.type) == choice
 
 
 class _Merged(torch.autograd.Function):
-    """Two calls of a kernel, one softmax."""
+    """Two calls of a kernel under one softmax."""
 
     @staticmethod
     def forward(
@@ -130,28 +78,45 @@ class _Merged(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float,
-        kernel: _Kernel,
     ) -> torch.Tensor:
-        far, log_far, rest_far = kernel.forward(query, prefix_key, prefix_value, False, scale)
-        near, log_near, rest_near = kernel.forward(query, key, value, True, scale)
-        log_sum = torch.logaddexp(log_far, log_near)
+        far, log_far, rest_far = _forward(query, prefix_key, prefix_value, False, scale)
+        near, log_near, rest_near = _forward(query, key, value, True, scale)
+        log_sum = torch.logaddexp(log_far, log_near)  # [batch, n_heads, n]
         output = _rows(log_far - log_sum, far) * far + _rows(log_near - log_sum, near) * near
-        output = output.to(near.dtype)
+        output = output.to(near.dtype)  # logs are float32
         ctx.save_for_backward(query, prefix_key, prefix_value, key, value, output, log_sum)
-        ctx.rest, ctx.scale, ctx.kernel = (rest_far, rest_near), scale, kernel
+        ctx.rest, ctx.scale = (rest_far, rest_near), scale
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, prefix_key, prefix_value, key, value, output, log_sum = ctx.saved_tensors
         rest_far, rest_near = ctx.rest
-        whole = (output, log_sum)
-        backward = ctx.kernel.backward
-        grad_far = backward(grad, query, prefix_key, prefix_value, *whole, rest_far, False, ctx.scale)
-        grad_near = backward(grad, query, key, value, *whole, rest_near, True, ctx.scale)
-        return grad_far[0] + grad_near[0], *grad_far[1:], *grad_near[1:], None, None
+        grad_far = _backward(grad, query, prefix_key, prefix_value, output, log_sum, rest_far, False, ctx.scale)
+        grad_near = _backward(grad, query, key, value, output, log_sum, rest_near, True, ctx.scale)
+        return grad_far[0] + grad_near[0], *grad_far[1:], *grad_near[1:], None
+
+
+def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Output, log of each row's sum of exponentials, and what else the backward needs."""
+    if not q.is_cuda:
+        return *_ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale), ()
+    output, log_sum, ends_q, ends_k, n_q, n_k, seed, offset, _ = _ATEN._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return output, log_sum, (seed, offset, None, ends_q, ends_k, n_q, n_k)
+
+
+def _backward(
+    grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any, rest: tuple[Any, ...], causal: bool, scale: float
+) -> Any:
+    """Gradients of query, key and value."""
+    call = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+    if q.is_cuda:
+        call = _ATEN._scaled_dot_product_cudnn_attention_backward
+    return call(grad, q, k, v, output, log_sum, *rest, 0.0, causal, scale=scale)
 
 
 def _rows(log_share: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shares of rows, from [batch, n_heads, n] or with a last axis of 1, to multiply [batch, n_heads, n, value_dim]."""
+    """Shares of rows, [batch, n_heads, n] or cuDNN's [batch, n_heads, n, 1], to multiply [batch, n_heads, n, d]."""
     return log_share.exp().view(*like.shape[:3], 1)

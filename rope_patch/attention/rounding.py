@@ -1,4 +1,4 @@
-"""Whether two ways of running a model differ by rounding alone."""
+"""Whether two ways of running a model differ only by rounding."""
 
 import math
 from collections.abc import Iterator
@@ -8,39 +8,39 @@ from typing import Any
 import torch
 
 SAMPLES = 16
-"""Outputs to compare: rounding moves single ones by ten times more than others."""
+"""Outputs to compare: rounding moves some ten times as far as others."""
 _TIMES = 2.0
-_LEAST, _MOST = 1e-4, 0.5  # of the spread of a plain forward's outputs
-_STEPS = 4  # of the dtype's last digit, as far as one way may be off where the other is not
-_ODD = 2654435761  # Knuth's multiplier: the top bit of its multiples is 0 and 1 in no order
+_LEAST, _MOST = 1e-4, 0.5  # relative to the spread of a plain forward's outputs
+_STEPS = 4  # units of the dtype's last digit by which one way may be off when the other is exact
+_ODD = 2654435761  # Knuth's multiplier: the top bits of its multiples look random
 
 
 def differs_by_rounding(found: torch.Tensor, plain: torch.Tensor, known: torch.Tensor) -> bool:
-    """Whether `found` is as near to `plain` as `known` is, which is right and rounds otherwise.
+    """Whether `found` is about as close to `plain` as `known` is, which is correct but rounded differently.
 
-    In 16 bits no bound holds for all models: tokens in no order moved logits of Gemma-3-270M by 8 percent from one
-    right way to another on a CPU, in geometric mean, by 12 where embeddings had been rounded otherwise, and those of
-    SmolLM2-135M by 4 and 6. One misplaced token moved them by 72 to 124 and by 26 to 34 percent, 4 to 10 times as far,
-    so twice as far is the bound. Half of how far outputs are spread is another one: what moves them further in every
-    way reads parts of a prompt in its own manner.
+    In 16 bits no fixed bound holds for all models. For random tokens on a CPU, two correct ways moved the logits of
+    Gemma-3-270M by 8 percent in geometric mean, and different rounding of embeddings by 12; for SmolLM2-135M, by 4 and
+    6. One misplaced token moved them by 72 to 124 and by 26 to 34 percent, which is 4 to 10 times as far. The bound is
+    therefore twice the distance of `known`. A second bound is half of the outputs' spread: a model in which even
+    `known` is further away reads parts of a prompt in another way.
 
     Args:
-        found: outputs of the way in question, [n, d].
-        plain: of a plain forward.
-        known: of another way that is right, such as the model's own cache.
+        found: outputs to check, [n, d].
+        plain: outputs of a plain forward, [n, d].
+        known: outputs of another correct way, such as the model's cache, [n, d].
     """
     least = max(_LEAST, _STEPS * torch.finfo(plain.dtype).eps)
     found, plain, known = (x.float() for x in (found, plain, known))
-    spread = (plain - plain.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
+    spread = (plain - plain.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)  # [n]
     far, near = (((x - plain).norm(dim=-1) / spread).clamp(min=least).log().mean() for x in (found, known))
     return bool(far <= near + math.log(_TIMES) and far <= math.log(_MOST))
 
 
 @contextmanager
 def inputs_rounded_otherwise(causal_lm: Any) -> Iterator[None]:
-    """Embeddings x (1 +- u), the sign in no order, with u = eps / 2, as far as rounding moves a number of the dtype.
+    """Multiply embeddings by 1 +- eps / 2 with pseudorandom signs, which is how far rounding moves them.
 
-    How far a model's outputs move then is how much it makes of rounding, whatever its kernels are.
+    How far the outputs move then shows how sensitive the model is to rounding.
     """
 
     def move(module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:

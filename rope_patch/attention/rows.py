@@ -1,7 +1,8 @@
-"""Causal attention within the documents of rows, in training too, without masks of n x n.
+"""Causal attention within the documents of rows without n x n masks, in training and in inference.
 
-Under SDPA Transformers makes such a mask for layers with a sliding window, for packed rows and for padded ones. At
-131072 tokens it is 16 GiB, 32 GiB more where it is added to scores in 16 bits, and all pairs of tokens are multiplied.
+Under SDPA Transformers makes such a mask for layers with a sliding window, for packed rows and for padded rows. At
+131072 tokens it takes 16 GiB, and 32 GiB more where it is added to scores in 16 bits; and all pairs of tokens are
+multiplied.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,11 @@ from .sequences import by_token, with_gaps
 from .windowed import WindowedAttention
 
 ROWS = "documents_of_rows"
-"""Name of the keyword argument that carries where documents lie through a model, down to its attention."""
+"""Name of the keyword argument that carries the places of documents through a model to its attention."""
 
 
 def why_masks_stay(model: nn.Module) -> str | None:
-    """Why a model's attention needs the masks that Transformers makes; None where documents and windows say it all.
+    """Why a model's attention needs the masks of Transformers; None if documents and windows are all that they hold.
 
     Args:
         model: bare or wrapped.
@@ -48,13 +49,13 @@ def why_masks_stay(model: nn.Module) -> str | None:
 
 
 class _Spans:
-    """Where the documents of a batch lie. Not a dataclass, since wrappers of layers rebuild those.
+    """The places of the documents of a batch. Not a dataclass, because wrappers of layers rebuild these.
 
     Args:
-        spans: (row, first token, tokens) of each, which do not overlap.
-        batch: rows.
-        n: tokens in a row, padding counted.
-        windowed: what windows run by.
+        spans: (row, first token, number of tokens) of each document; they do not overlap.
+        batch: number of rows.
+        n: tokens in a row, with padding.
+        windowed: computes the attention.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int, int]], batch: int, n: int, windowed: WindowedAttention) -> None:
@@ -62,38 +63,36 @@ class _Spans:
 
     def attend(self, call: AttentionCall, window: int | None) -> torch.Tensor:
         """Output [batch, n, n_heads, value_dim] of a layer, 0 on padding."""
-        sizes, how = self._sizes(), (window, call.scale, call.options.get("dropout", 0.0))
+        how = (window, call.scale, call.options.get("dropout", 0.0))
+        documents = {row * self.n + first: size for row, first, size in self.spans}
+        sizes = with_gaps(documents, self.batch * self.n)
         if self.batch == 1 and list(sizes.values()) == [self.n]:
             return self.windowed.causal(call.query, call.key, call.value, *how).transpose(1, 2)
+        # one split each, because the backward of each separate slice makes a tensor of the size of the whole
         pieces = [by_token(x).split(list(sizes.values())) for x in (call.query, call.key, call.value)]
         shape = (call.query.shape[1], call.value.shape[-1])
-        documents = {row * self.n + first for row, first, _ in self.spans}
         out = []
         for place, q, k, v in zip(sizes, *pieces, strict=True):
             if place not in documents:
                 out.append(call.value.new_zeros(q.shape[0], *shape))
                 continue
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, size, head_dim]
             out.append(self.windowed.causal(q, k, v, *how)[0].transpose(0, 1))
         return torch.cat(out).view(self.batch, self.n, *shape)
 
-    def _sizes(self) -> dict[int, int]:
-        """Tokens of documents and of the gaps between them, by place among batch * n, in order."""
-        return with_gaps({row * self.n + begin: size for row, begin, size in self.spans}, self.batch * self.n)
-
 
 class MaskFreeRows:
-    """Inside `active()`, forwards over whole rows attend within documents and windows without masks of n x n.
+    """Inside `active()`, forwards over whole rows attend within documents and windows without n x n masks.
 
-    Left as they are: forwards with a KV cache, with finished masks, or with positions of several axes.
+    Forwards with a KV cache, with finished masks, or with position IDs of several axes do not change.
 
     Args:
         model: bare or wrapped.
-        *others: more models of the same attention, such as a copy that teaches.
-        least: rows of fewer tokens keep their masks, which cost little there.
+        *others: more models with the same attention, such as a copy that teaches.
+        least: rows with fewer tokens keep their masks, which are small.
 
     Raises:
-        ValueError: the model needs its masks, as `why_masks_stay` says.
+        ValueError: the model needs its masks, for the reason of `why_masks_stay`.
     """
 
     def __init__(self, model: nn.Module, *others: nn.Module, least: int = 0) -> None:
@@ -108,14 +107,14 @@ class MaskFreeRows:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """To be open around forward and backward, which runs checkpointed layers again.
+        """Keep it open during forward and backward, which runs checkpointed layers again.
 
-        It goes around whatever else watches the attention, which is to look first.
+        Open it outside of other watchers of the attention, so that these look first.
         """
         self._windowed = WindowedAttention()
         with ExitStack() as stack:
             for decoder in self.decoders:
-                # behind the hook that draws a view, which reads off the mask which tokens are real
+                # after the hook that draws a view, which reads from the mask which tokens are padding
                 handle = decoder.register_forward_pre_hook(self._send_spans, with_kwargs=True)
                 stack.callback(handle.remove)
             stack.enter_context(watched_attention(self.causal_lm, self._attend))
@@ -125,7 +124,9 @@ class MaskFreeRows:
         ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if ids is None and args:
             ids, args, kwargs = args[0], args[1:], {**kwargs, "input_ids": args[0]}
-        if args or cache_of(kwargs) is not None or not _are_of_rows(mask, positions):
+        has_row_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+        has_row_positions = positions is None or positions.ndim == 2
+        if args or cache_of(kwargs) is not None or not (has_row_mask and has_row_positions):
             return None
         if ids is None:
             embeds: Any = kwargs["inputs_embeds"]
@@ -137,16 +138,10 @@ class MaskFreeRows:
         if positions is not None or mask is not None:
             spans = Labelled.of({"input_ids": ids, "attention_mask": mask, "position_ids": positions}).spans
         if all(size == n for _, _, size in spans) and len(spans) == batch and (self.window or n) >= n:
-            return None  # plain causal attention, of which no mask is made
+            return None  # plain causal attention, for which Transformers makes no mask
         sent = _Spans(spans, batch, n, self._windowed)
         return args, {**kwargs, "attention_mask": finished_mask(batch, ids.device), "use_cache": False, ROWS: sent}
 
     def _attend(self, call: AttentionCall) -> torch.Tensor | None:
         spans: _Spans | None = call.options.pop(ROWS, None)
         return None if spans is None else spans.attend(call, sliding_window(call, self.decoders[0].config))
-
-
-def _are_of_rows(mask: Any, positions: Any) -> bool:
-    """Whether padding and positions are said token by token."""
-    plain_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
-    return plain_mask and (positions is None or positions.ndim == 2)

@@ -1,4 +1,4 @@
-"""Parts of rows as the sequences of one call of FlashAttention, which takes no masks."""
+"""Parts of rows as sequences of one FlashAttention call, which takes no masks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from ..families.attention_calls import AttentionCall
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which tokens attend to which: the queries of each sequence to its keys, causally, the last of both being aligned.
+    """Queries of each sequence attend to its keys, causally; its last query and its last key are the same token.
 
     Args:
-        queries: places in the flattened batch, [batch * n], in the order of the sequences.
-        keys: places there; those of a sequence may be more than its queries, and one key may be in several.
-        query_ends: int32, 0 and where each sequence ends among `queries`.
-        key_ends: int32, 0 and where each sequence ends among `keys`.
-        longest_query: tokens of the longest sequence.
-        longest_key: keys of the sequence that has most.
+        queries: places in the flattened batch [batch * n], sequence after sequence.
+        keys: places there; a sequence may have more keys than queries, and a key may be in several sequences.
+        query_ends: int32, 0 and then where each sequence ends among `queries`.
+        key_ends: int32, 0 and then where each sequence ends among `keys`.
+        longest_query: most queries of a sequence.
+        longest_key: most keys of a sequence.
     """
 
     queries: torch.Tensor
@@ -34,8 +34,8 @@ class Sequences:
 
         Args:
             queries: places of each sequence's queries.
-            keys: ranges of places, of which each sequence's keys are made, in order.
-            device: where the result lives.
+            keys: ranges of places that together are each sequence's keys, in order.
+            device: of the result.
         """
         n_queries = [len(q) for q in queries]
         n_keys = [sum(map(len, parts)) for parts in keys]
@@ -49,12 +49,12 @@ class Sequences:
         )
 
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Output [batch, n, heads, value_dim], 0 where no sequence has a query; sliding windows are the call's own.
+        """Output [batch, n, heads, value_dim], 0 where no sequence has a query. The call has the sliding window.
 
         Args:
             call: of the layer.
             query: all or some heads of its queries, [batch, heads, n, head_dim].
-            key: those that belong to them, [batch, kv_heads, n, head_dim].
+            key: the keys for them, [batch, kv_heads, n, head_dim].
             value: [batch, kv_heads, n, value_dim].
         """
         batch, _, n, _ = query.shape
@@ -73,7 +73,7 @@ class Sequences:
 
 
 def with_gaps(sizes: Mapping[int, int], total: int) -> dict[int, int]:
-    """Pieces of `total` tokens that leave none out, in order: those of `sizes`, by place, and the gaps between them."""
+    """`sizes` of pieces by their place among `total` tokens, in order, with the gaps between them as more pieces."""
     whole: dict[int, int] = {}
     end = 0
     for place, size in [*sorted(sizes.items()), (total, 0)]:
@@ -91,13 +91,13 @@ def by_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def put_back(output: torch.Tensor, places: torch.Tensor, batch: int, n: int) -> torch.Tensor:
-    """Output of tokens, [tokens, heads, d], at their places of a batch, [batch, n, heads, d], 0 elsewhere."""
+    """Output of tokens [tokens, heads, d] at their places in a batch [batch, n, heads, d], 0 elsewhere."""
     whole = output.new_zeros(batch * n, *output.shape[1:])
     return whole.index_copy(0, places, output).view(batch, n, *output.shape[1:])
 
 
 def _gathered(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, n, d] at places, as one row, [1, heads, places, d]."""
+    """Tokens of [batch, heads, n, d] at `places`, as one row [1, heads, places, d]."""
     return by_token(x)[places].transpose(0, 1)[None]
 
 

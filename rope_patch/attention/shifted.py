@@ -1,4 +1,4 @@
-"""LongLoRA's shifted sparse attention: in training each head attends within groups of a document."""
+"""LongLoRA's shifted sparse attention: in training, each head attends within groups of a document's tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,27 +26,27 @@ from .masks import additive_mask, block_mask, causal_band, finished_mask
 from .sequences import Sequences, by_token, put_back
 
 GROUPS = "shifted_attention_groups"
-"""Name of the keyword argument that carries the groups of a forward through a model, down to its attention."""
+"""Name of the keyword argument that carries the groups of a forward through a model to its attention."""
 
 
 class ShiftedAttention:
     """Inside `active()`, forwards in training mode attend within groups of `group` tokens of each document.
 
-    A query at index t of its document sees the keys s <= t of its own group: floor(t / g) = floor(s / g) in the first
-    half of the heads, and in the second half, whose borders lie h = floor(g / 2) earlier,
-    floor((t + g - h) / g) = floor((s + g - h) / g). So the first group of those is short, and the last one may be:
-    nothing wraps around, which would show late tokens to early ones. Forwards in evaluation mode attend to all.
+    A query at index t of its document sees the keys s <= t of its group. In the first half of the heads these have
+    floor(t / g) = floor(s / g). In the second half, borders are h = floor(g / 2) tokens earlier:
+    floor((t + g - h) / g) = floor((s + g - h) / g). The first group is then shorter. Groups do not wrap around, which
+    would show late tokens to early ones. Forwards in evaluation mode attend to all tokens.
 
-    The halves are those of the key-value heads, each with its queries; of an odd number the smaller half is shifted.
-    Sliding windows hold beside groups. Padding attends to nothing.
+    Key-value heads are halved, each with its queries; of an odd number, the smaller half is shifted. Sliding windows
+    apply too. Padding attends to nothing.
 
     Args:
         model: bare or wrapped, with attention by SDPA, eager, FlashAttention or flex attention.
         group: g, in tokens, at least 2.
 
     Raises:
-        ValueError: another attention, one that keyword arguments do not reach, layers of other types, a single
-            key-value head, attention sinks but under flex attention, or a group that is too short.
+        ValueError: another attention implementation, attention that keyword arguments do not reach, layers of other
+            types, a single key-value head, attention sinks except with flex attention, or a group that is too short.
 
     Source: LongLoRA, arXiv:2309.12307, section 3.2, and the borders of its FlashAttention code.
     """
@@ -62,7 +62,7 @@ class ShiftedAttention:
                 f"{attention_name(self.causal_lm)!r}."
             )
         keeps = keeps_from_attention(self.decoder)
-        if keeps is not None:  # each token would see all others
+        if keeps is not None:  # each token would see all tokens before it
             raise ValueError(f"shifted attention needs attention that takes keyword arguments, and {keeps}.")
         if other := other_layer_types(config):
             raise ValueError(f"shifted attention is for attention layers, and this model has {other}.")
@@ -70,16 +70,16 @@ class ShiftedAttention:
             raise ValueError("shifted attention needs two or more key-value heads, of which it shifts a half.")
         if has_sinks(self.decoder) and attention_kernel(self.causal_lm) != "flex":  # which runs all heads in one call
             raise ValueError(
-                f"shifted attention runs each half of the heads alone, and {type(self.decoder).__name__} has attention "
-                "sinks, of which every call takes those of all heads: train it without shifted attention, or on a GPU "
-                "with attn_implementation='flex_attention'."
+                f"shifted attention calls attention for each half of the heads, and {type(self.decoder).__name__} has "
+                "attention sinks, which every call takes for all heads: train it without shifted attention, or on a "
+                "GPU with attn_implementation='flex_attention'."
             )
         self.group = group
         self.parameters = parameter_names(self.decoder)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """To be open around forward and backward, which runs checkpointed layers again."""
+        """Keep it open during forward and backward, which runs checkpointed layers again."""
         handle = self.decoder.register_forward_pre_hook(self._send_groups, with_kwargs=True)
         try:
             with watched_attention(self.causal_lm, self._attend):
@@ -90,9 +90,9 @@ class ShiftedAttention:
     def _send_groups(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not decoder.training:
             return None
-        call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}  # GPT-NeoX gives ids by place
+        call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}  # GPT-NeoX passes ids by position
         if cache_of(call) is not None:
-            raise ValueError("shifted attention trains on whole rows: call the model without a cache.")
+            raise ValueError("shifted attention trains on whole sequences: call the model without a cache.")
         positions: Any = call.get("position_ids")
         if positions is not None and positions.ndim != 2:
             raise ValueError(
@@ -100,10 +100,10 @@ class ShiftedAttention:
                 f"{tuple(positions.shape)}: with several axes (mRoPE) they do not say where documents begin."
             )
         mask: Any = call.get("attention_mask")
-        if isinstance(mask, dict):  # one a layer type, finished by the model around the decoder
+        if isinstance(mask, dict):  # one for each layer type, made by the model around the decoder
             if _sees_ahead(mask):
                 raise ValueError(
-                    f"shifted attention is causal, and {type(self.causal_lm).__name__} shows tokens of this batch "
+                    f"shifted attention is causal, and in this batch {type(self.causal_lm).__name__} lets tokens see "
                     "later ones, as those of an image: train without shifted attention, or on text alone."
                 )
             mask = real_tokens_of(mask)
@@ -113,8 +113,7 @@ class ShiftedAttention:
         if ids is None:
             embeds: Any = call["inputs_embeds"]
             ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
-        batch = {"input_ids": ids, "position_ids": positions}
-        labelled = Labelled.of({**batch, "attention_mask": mask})
+        labelled = Labelled.of({"input_ids": ids, "position_ids": positions, "attention_mask": mask})
         groups = _Groups(labelled, self.group, eager=attention_kernel(self.causal_lm) == "eager")
         unused = finished_mask(len(ids), ids.device)
         return (), {**call, "attention_mask": unused, "use_cache": False, GROUPS: groups}
@@ -128,31 +127,34 @@ class ShiftedAttention:
         if kernel == "flex":
             mask = groups.block_mask(call, window)
             return call.with_inputs(call.query, call.key, call.value, mask)
-        run = groups.by_sequences if kernel == "flash" else groups.by_lengths
         n_kv_heads = call.key.shape[1]
         n_plain = n_kv_heads - n_kv_heads // 2
-        group_size = call.query.shape[1] // n_kv_heads
+        queries_per_key = call.query.shape[1] // n_kv_heads
         halves = []
         for shifted, heads in ((False, slice(0, n_plain)), (True, slice(n_plain, None))):
-            queries = slice(0, n_plain * group_size) if not shifted else slice(n_plain * group_size, None)
-            halves.append(run(call, shifted, queries, heads, window))
+            query_heads = slice(0, n_plain * queries_per_key) if not shifted else slice(n_plain * queries_per_key, None)
+            half = (call.query[:, query_heads], call.key[:, heads], call.value[:, heads])
+            if kernel == "flash":
+                halves.append(groups.sequences[shifted].attend(call, *half))
+            else:
+                halves.append(groups.attend(call, shifted, *half, window))
         return torch.cat(halves, 2)
 
 
 def _sees_ahead(mask: Any) -> bool:
-    """Whether a finished mask, or one of those of several layer types, shows a token later ones."""
+    """Whether a finished mask, or one of several by layer type, lets a token see later ones."""
     if isinstance(mask, dict):
         return any(map(_sees_ahead, mask.values()))
-    if mask is None or len(mask.shape) == 2:  # FlashAttention's tell padding alone
+    if mask is None or len(mask.shape) == 2:  # FlashAttention's masks hold only padding
         return False
     if isinstance(mask, torch.Tensor):
         seen = mask if mask.dtype == torch.bool else mask == 0
         return bool(seen.triu(1).any())
-    n_rows, _, n_queries, n_keys = mask.shape  # FlexAttention's
+    n_rows, _, n_queries, n_keys = mask.shape  # a BlockMask of FlexAttention
     device = mask.kv_num_blocks.device
     row = torch.arange(n_rows, device=device)[:, None, None]
     key = torch.arange(n_keys, device=device)
-    for queries in torch.arange(n_queries, device=device)[:, None].split(512):  # all at once is n x n numbers
+    for queries in torch.arange(n_queries, device=device)[:, None].split(512):  # not n x n numbers at once
         seen = mask.mask_mod(row, torch.zeros_like(row), queries, key) & (key > queries)
         if seen.any():
             return True
@@ -164,40 +166,46 @@ class _Groups:
 
     Args:
         labelled: the batch.
-        size: g.
-        eager: whether attention takes causality from a mask.
+        size: g, in tokens.
+        eager: whether attention is eager, which needs a causal mask.
     """
 
     def __init__(self, labelled: Labelled, size: int, eager: bool) -> None:
         self.labelled, self.size, self.eager = labelled, size, eager
         self._masks: dict[Any, Any] = {}
 
-    def by_lengths(
-        self, call: AttentionCall, shifted: bool, queries: slice, heads: slice, window: int | None
+    def attend(
+        self,
+        call: AttentionCall,
+        shifted: bool,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
     ) -> torch.Tensor:
-        """Output [batch, n, heads, value_dim] by one call for all groups of one length."""
-        like = call.query
-        batch, _, n, _ = like.shape
-        tensors = [by_token(x) for x in (call.query[:, queries], call.key[:, heads], call.value[:, heads])]
+        """Output [batch, n, heads, value_dim] of a half of the heads, by one call for all groups of one length."""
+        batch, _, n, _ = query.shape
+        tensors = [by_token(x) for x in (query, key, value)]
         outputs, places = [], []
         for place in self._places[shifted]:  # [groups, tokens]
-            q, k, v = (x[place].transpose(1, 2) for x in tensors)
-            outputs.append(call.with_inputs(q, k, v, self._mask(call, place.shape[1], window)).flatten(0, 1))
+            q, k, v = (x[place].transpose(1, 2) for x in tensors)  # [groups, heads, tokens, head_dim]
+            mask = None
+            if self.eager or (window is not None and window < place.shape[1]):
+                mask_key = (place.shape[1], window, q.dtype)
+                if mask_key not in self._masks:
+                    band = causal_band(place.shape[1], place.shape[1], window or place.shape[1], q.device)[None, None]
+                    self._masks[mask_key] = additive_mask(band, q.new_zeros(())) if self.eager else band
+                mask = self._masks[mask_key]
+            outputs.append(call.with_inputs(q, k, v, mask).flatten(0, 1))
             places.append(place.flatten())
         return put_back(torch.cat(outputs), torch.cat(places), batch, n)
 
-    def by_sequences(
-        self, call: AttentionCall, shifted: bool, queries: slice, heads: slice, window: int | None
-    ) -> torch.Tensor:
-        """The same by one call of FlashAttention, to which groups are sequences; the call holds the window."""
-        return self._sequences[shifted].attend(call, call.query[:, queries], call.key[:, heads], call.value[:, heads])
-
     def block_mask(self, call: AttentionCall, window: int | None) -> Any:
-        """The mask of all heads for flex attention, made once a forward and window."""
+        """The mask of all heads for flex attention, made once for each forward and window."""
         n_heads, n_kv_heads = call.query.shape[1], call.key.shape[1]
         n_plain = (n_kv_heads - n_kv_heads // 2) * (n_heads // n_kv_heads)
         labelled, n = self.labelled, self.labelled.t.shape[1]
-        # of each token, a number that its group alone has, by half; tokens of padding are groups of their own
+        # group number of each token, without and with the shift; each token of padding is a group
         token = torch.arange(labelled.t.numel(), device=labelled.t.device).view_as(labelled.t)
         moved = (labelled.t, labelled.t + self.size - self.size // 2)
         plain, shifted = (
@@ -217,23 +225,9 @@ class _Groups:
             self._masks[key] = block_mask(visible, len(labelled.t), n_heads, call.query)
         return self._masks[key]
 
-    def _mask(self, call: AttentionCall, n: int, window: int | None) -> torch.Tensor | None:
-        """What SDPA or eager needs beside causality within a group of n tokens."""
-        if not self.eager and (window is None or window >= n):
-            return None
-        dtype = call.query.dtype
-        key = (n, window, dtype)
-        if key not in self._masks:
-            seen = causal_band(n, n, window or n, call.query.device)[None, None]
-            if self.eager:
-                seen = additive_mask(seen, call.query.new_zeros(()))
-            self._masks[key] = seen
-        mask: torch.Tensor = self._masks[key]
-        return mask
-
     @cached_property
     def _borders(self) -> dict[bool, list[tuple[int, int]]]:
-        """Of each group, first place and number of tokens, places being those of the flattened batch; by shifted."""
+        """By shifted: first place in the flattened batch and number of tokens of each group."""
         n, by_shift = self.labelled.t.shape[1], {}
         for shifted in (False, True):
             first = self.size // 2 if shifted else self.size
@@ -246,7 +240,7 @@ class _Groups:
 
     @cached_property
     def _places(self) -> dict[bool, list[torch.Tensor]]:
-        """Places of the tokens of all groups of one length, [groups, tokens]; by shifted."""
+        """By shifted: places of all groups of one length, [groups, tokens]."""
         device = self.labelled.t.device
         places = {}
         for shifted, pairs in self._borders.items():
@@ -260,8 +254,8 @@ class _Groups:
         return places
 
     @cached_property
-    def _sequences(self) -> dict[bool, Sequences]:
-        """Each group a sequence; by shifted."""
+    def sequences(self) -> dict[bool, Sequences]:
+        """By shifted: the groups as sequences for FlashAttention, which gets windows from its call."""
         sequences = {}
         for shifted, pairs in self._borders.items():
             groups = [range(begin, begin + length) for begin, length in pairs]

@@ -1,4 +1,4 @@
-"""STRING: at inference, distances that training hardly showed are read as ones that it showed often."""
+"""STRING: at inference, replace long distances, which training rarely showed, by shorter ones."""
 
 import sys
 from collections.abc import Iterator
@@ -26,29 +26,29 @@ from ..rope.rotary import (
 from .masks import additive_mask
 
 PLAN = "string_positions_plan"
-"""Name of the keyword argument that carries what a forward's attention needs to know."""
+"""Name of the keyword argument that carries a forward's `_Plan` to its attention."""
 
-_MASK_ENTRIES = 2**25  # of queries by keys that are looked at at a time
+_MASK_ENTRIES = 2**25  # queries by keys of one call of attention
 
 
 @contextmanager
 def string_positions(model: nn.Module, *, offset: int | None = None, local: int = 128) -> Iterator[None]:
-    """Let forwards inside the block read a distance m = i - j of tokens as m for m < S, as m - S + W from there on.
+    """Inside the block, RoPE sees a distance m = i - j of tokens as m for m < S, and as m - S + W for m >= S.
 
-    So the largest distance of n tokens is n - 1 - S + W, and the S - W largest ones of the window are never used. A
-    query and a key that are far apart meet after the key was rotated by S - W more, which is what the shorter distance
-    means to RoPE; all scores of a query go through one softmax. Keys stay in the cache as they are, so that prompts,
-    decoding and generation in batches work, and nothing stays behind.
+    The largest distance of n tokens is then n - 1 - S + W, and the S - W largest distances of the context window are
+    never used. Keys that are far from a query are rotated by S - W more positions, which shortens the distance for
+    RoPE; one softmax covers all scores of a query. Keys in the cache do not change, so that prompts, decoding and
+    batched generation work, and the model is as before when the block ends.
 
     Args:
-        model: bare or wrapped, in evaluation mode, with attention by SDPA or eager; rescaled or not.
-        offset: S, in positions, above W; None takes a third of the model's window, as the paper does.
+        model: bare or wrapped, in evaluation mode, with SDPA or eager attention; with RoPE scaling or without.
+        offset: S, in positions, above W; None takes a third of the model's context window, as the paper does.
         local: W, in positions, at least 0.
 
     Raises:
-        ValueError: a model in training mode or in a view, another attention, RoPE parameters that depend on length or
-            layer, keys that RoPE does not rotate as a whole or that get weights after it, caches of a fixed size, or
-            sliding windows above S.
+        ValueError: a model in training mode or under a view, another attention implementation, RoPE parameters that
+            depend on length or layer, keys that RoPE does not rotate as a whole or that get weights after it, caches
+            of a fixed size, or sliding windows above S.
 
     Source: STRING, arXiv:2410.18745; S = L / 3 and W = 128 are the defaults of its code.
     """
@@ -62,7 +62,7 @@ def string_positions(model: nn.Module, *, offset: int | None = None, local: int 
 
 
 def string_in_force(model: nn.Module) -> tuple[int, int] | None:
-    """Offset and local of the `string_positions` block that `model` is in, None outside of one."""
+    """(offset, local) of the `string_positions` block that `model` is in; None outside of one."""
     for hook in find_decoder(model)._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, _StringPositions):
@@ -72,12 +72,13 @@ def string_in_force(model: nn.Module) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Of one forward.
+    """What the attention of a forward needs to know.
 
     Args:
-        cached: tokens that the cache holds.
-        document: of each token in cache and row, -1 on padding, [batch, tokens]; None where each row is one document.
-        turn: cosine and sine by which far keys turn.
+        cached: tokens in the cache.
+        document: number of each token's document, cached tokens first, -1 on padding, [batch, tokens]; None if each row
+            is one document.
+        turn: cosine and sine by which far keys are rotated.
     """
 
     cached: int
@@ -99,10 +100,10 @@ class _StringPositions:
         if self.kind not in ("sdpa", "eager"):
             raise ValueError(f"string_positions runs with sdpa and eager attention, got {self.kind!r}.")
         keeps = keeps_from_attention(self.decoder)
-        if keeps is not None:  # nothing would change
+        if keeps is not None:  # the block would have no effect
             raise ValueError(f"string_positions needs attention that takes keyword arguments, and {keeps}.")
         absolute = why_not_relative(self.decoder)
-        if absolute is not None:  # with such weights close to 1, keys turn nearly as `_require_keys_that_turn` asks
+        if absolute is not None:  # weights close to 1 would pass `_require_keys_that_turn`
             raise ValueError(
                 f"{type(self.decoder).__name__} has {absolute}: string_positions cannot turn its keys further."
             )
@@ -134,7 +135,7 @@ class _StringPositions:
 
     @torch.no_grad()
     def _turn(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) of S - W positions, [1, 1, rotated features], without YaRN's factor."""
+        """(cos, sin) of S - W positions, [1, 1, rotated features], without YaRN's attention factor."""
         device = next(self.decoder.parameters()).device
         position = torch.tensor([[self.offset - self.local]], device=device)
         cos, sin = self.rotary(torch.zeros(1, 1, 1, device=device), position)
@@ -142,7 +143,7 @@ class _StringPositions:
         return cos / length, sin / length
 
     def turned(self, key: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Keys S - W positions further on, by what `_turn` gives."""
+        """Keys rotated by S - W more positions."""
         assert self.rotate is not None
         x = key if key.dtype == torch.float64 else key.float()
         cos, sin = (part.to(key.device) for part in turn)
@@ -151,7 +152,7 @@ class _StringPositions:
 
     @torch.no_grad()
     def _require_keys_that_turn(self) -> None:
-        """Moving all positions moves nothing but keys and queries: see that all keys move as `turned` says."""
+        """Raise ValueError unless moving all positions by S - W changes all keys as `turned` does."""
         ids = torch.arange(4, device=next(self.decoder.parameters()).device)[None]
         modules = {id(module) for module in self.decoder.modules()}
         seen: list[list[torch.Tensor]] = []
@@ -160,7 +161,7 @@ class _StringPositions:
             keys: list[torch.Tensor] = []
 
             def keep(call: AttentionCall, keys: list[torch.Tensor] = keys) -> None:
-                if id(call.module) in modules:  # else it is another model's, in another thread
+                if id(call.module) in modules:  # not another model, in another thread
                     keys.append(call.key)
 
             with watched_attention(self.causal_lm, keep):
@@ -171,14 +172,15 @@ class _StringPositions:
                 error = (self.turned(before, turn) - after).abs().max()
             except RuntimeError:  # RoPE rotates other features than all of a key's
                 error = after.new_full((), torch.inf)
-            if not error <= 0.2 * after.abs().max():  # 16 bits round in each layer; no rotation is off by all of it
+            # 16 bits round in each layer; a wrong rotation is off by the size of the keys
+            if not error <= 0.2 * after.abs().max():
                 raise ValueError(
                     f"{type(self.decoder).__name__} has keys that RoPE does not rotate as a whole, e.g. in layers "
                     "without RoPE: string_positions cannot shorten their distances."
                 )
 
     def plan(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook of the decoder: sends what attention needs to know with the forward."""
+        """Hook of the decoder: adds the plan to the arguments of the forward."""
         self._require_inference()
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
@@ -192,11 +194,11 @@ class _StringPositions:
             document = mask.long() - 1
         elif not cached and call.get("position_ids") is not None:  # rows may hold several documents
             document = locate_documents(rows, n, tokens.device, call["position_ids"], None).ordinal
-        # of each forward anew: the model may have been rescaled within the block
+        # `_turn` in each forward: the model may have been rescaled within the block
         return args, {**kwargs, PLAN: _Plan(cached, document, self._turn())}
 
     def attend(self, call: AttentionCall) -> torch.Tensor | None:
-        """Attention [batch, n, n_heads, value_dim] of a layer; None where no two tokens are so far apart."""
+        """Attention [batch, n, n_heads, value_dim] of a layer; None if no two tokens are S or more apart."""
         plan: _Plan | None = call.options.pop(PLAN, None)
         if plan is None:
             return None
@@ -221,18 +223,18 @@ class _StringPositions:
 
     def _some_queries(self, call: AttentionCall, plan: _Plan, far: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         first, last, device = plan.cached + begin, plan.cached + end - 1, call.query.device
+        # the last query sees keys below n_far rotated further; the first query sees keys from `near` on as they are
         n_far, near = max(0, last - self.offset + 1), max(0, first - self.offset + 1)
         index = torch.cat([torch.arange(n_far, device=device), torch.arange(near, last + 1, device=device)])
         is_far = torch.arange(len(index), device=device) < n_far
         query = torch.arange(first, last + 1, device=device)
-        distance = query[:, None] - index
-        # each key is seen once: from afar, or from near by
-        seen = (distance >= 0) & ((distance >= self.offset) == is_far)
-        seen = seen[None]
+        distance = query[:, None] - index  # [queries, far keys and then near keys]
+        # each query sees a key once: rotated further, or not
+        seen = ((distance >= 0) & ((distance >= self.offset) == is_far))[None]  # [1 or batch, queries, keys]
         if plan.document is not None:
             seen = seen & (plan.document[:, query, None] == plan.document[:, None, index])
             seen = seen & (plan.document[:, None, index] >= 0)
-            seen = seen | ((distance == 0) & ~is_far)  # a softmax over nothing is not a number
+            seen = seen | ((distance == 0) & ~is_far)  # a softmax over nothing is NaN
         mask = seen[:, None]
         if self.kind == "eager":
             mask = additive_mask(mask, call.query.new_zeros(()))

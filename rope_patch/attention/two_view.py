@@ -1,7 +1,5 @@
-"""Attention over a row and copies of its suffix, by the attention implementation that the model runs."""
+"""Attention over a row and copies of its suffix, with the attention implementation of the model."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,10 +17,10 @@ from .windowed import WindowedAttention
 
 
 def copy_granule(causal_lm: nn.Module, seq_len: int) -> int:
-    """What copies should begin at multiples of, in tokens.
+    """Number of tokens that copies of a suffix should begin at multiples of.
 
-    Under sdpa a 32nd of the row: cuDNN's attention, which PyTorch runs on Hopper GPUs, is planned for each length that
-    it meets, which takes tens to hundreds of milliseconds. So lengths repeat, for a 64th of a row in copies on average.
+    Under sdpa a 32nd of the row, so that lengths repeat: cuDNN's attention, which PyTorch runs on Hopper GPUs, takes
+    tens to hundreds of milliseconds to plan for each new length. On average this adds a 64th of a row to the copies.
     """
     return max(1, seq_len // 32) if attention_kernel(causal_lm) == "sdpa" else 1
 
@@ -31,13 +29,13 @@ def copy_granule(causal_lm: nn.Module, seq_len: int) -> int:
 class TwoViewAttention:
     """Attention of both views in one call of each layer's attention.
 
-    - sdpa: a causal call for each document, and `prefix_attention` of its copies; a layer's sliding window runs block
-      by block (`WindowedAttention`).
-    - flash: one call with as many sequences, keys of copies gathered; masks end at the last key.
-    - flex: a block mask, made once a forward and window.
-    - eager: an additive mask, made once a forward and window.
+    - sdpa: a causal call for each document, and `prefix_attention` for its copies; sliding windows run in blocks
+      (`WindowedAttention`).
+    - flash: one call, in which documents and copies are sequences, the latter with gathered keys.
+    - flex: a block mask, made once for each forward and window.
+    - eager: an additive mask, made once for each forward and window.
 
-    Windows count tokens, whatever their RoPE indices.
+    Windows count tokens, not RoPE indices.
 
     Args:
         layout: of the batch.
@@ -56,23 +54,26 @@ class TwoViewAttention:
         window = sliding_window(call, self.config)
         kernel = attention_kernel(self.causal_lm)
         if kernel == "sdpa":
-            with self._repeated_plans():
+            n = self.layout.seen.shape[1]
+            if all(segment.end - segment.begin == n for segment in self.layout.segments):
+                return self._sdpa(call, window)
+            # packed documents have many lengths: avoid cuDNN, which plans for each
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
                 return self._sdpa(call, window)
         if kernel == "flash":
             return self._sequences.attend(call, call.query, call.key, call.value)
-        make = self._block_mask if kernel == "flex" else self._additive_mask
-        # layers differ by window, and an additive mask has to have the dtype of the queries
-        key = (window, call.query.dtype)
-        if key not in self._masks:
-            self._masks[key] = make(call.query, window)
-        return call.with_inputs(call.query, call.key, call.value, self._masks[key])
-
-    def _repeated_plans(self) -> AbstractContextManager[None]:
-        """Keeps cuDNN, which plans for each length, from documents that are not whole rows: each has its own."""
-        n = self.layout.seen.shape[1]
-        if all(segment.end - segment.begin == n for segment in self.layout.segments):
-            return nullcontext()
-        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        # layers differ by window, and an additive mask must have the dtype of the queries
+        query, key = call.query, (window, call.query.dtype)
+        if key not in self._masks and kernel == "flex":
+            self._masks[key] = block_mask(
+                lambda row, head, q, k: self.layout.visible(row, q, k, window), len(query), None, query
+            )
+        elif key not in self._masks:
+            places = torch.arange(query.shape[2], device=query.device)
+            rows = torch.arange(len(query), device=query.device)[:, None, None]
+            visible = self.layout.visible(rows, places[:, None], places, window)  # [batch, n + m, n + m]
+            self._masks[key] = additive_mask(visible, query.new_zeros(()))[:, None]
+        return call.with_inputs(query, call.key, call.value, self._masks[key])
 
     def _sdpa(self, call: AttentionCall, window: int | None) -> torch.Tensor:
         query, key, value = map(self._cut, (call.query, call.key, call.value))
@@ -89,12 +90,12 @@ class TwoViewAttention:
             before_k, before_v = (x[document][:, :, : segment.split - segment.begin] for x in (key, value))
             if window is None or window >= segment.end - segment.begin:
                 outputs[copies] = prefix_attention(q, before_k, before_v, k, v, call.scale)
-            else:  # within a window a copy no longer sees the whole prefix, as `prefix_attention` lets it
+            else:  # a copy does not see the whole prefix, as it would in `prefix_attention`
                 k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
                 outputs[copies] = self._windowed.causal(q, k, v, window, call.scale)
-        # for padding; like an output, since autocast may have changed the dtype
+        # for padding; in the dtype of an output, which autocast may have changed
         zeros, shape = next(iter(outputs.values()), call.value).new_zeros, (n_heads, call.value.shape[-1])
-        # joined, not written into one tensor: autograd would copy all of it for each piece
+        # concatenated, because autograd would copy one large tensor for each piece written into it
         pieces = [
             outputs[place].squeeze(0).transpose(0, 1) if place in outputs else zeros(size, *shape)
             for place, size in self._sizes.items()
@@ -104,15 +105,15 @@ class TwoViewAttention:
     def _cut(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
         """Pieces [1, n_heads, n, head_dim] of [batch, n_heads, n + m, head_dim], by place.
 
-        All at once, since autograd makes a whole tensor for each slice by itself; and out of [batch * (n + m), n_heads,
-        head_dim], since cuDNN plans for strides as well as for lengths: those of pieces do not depend on m.
+        All come from one split, because the backward of each separate slice makes a whole tensor. They are views of
+        [batch * (n + m), n_heads, head_dim], because cuDNN also plans for strides, and these do not depend on m.
         """
         pieces = by_token(x).split(list(self._sizes.values()))
         return {place: piece.transpose(0, 1)[None] for place, piece in zip(self._sizes, pieces, strict=True)}
 
     @cached_property
     def _sizes(self) -> dict[int, int]:
-        """Documents, copies and gaps between them: size of each by its place among batch * (n + m), in order."""
+        """Sizes of documents, copies and the gaps between them by their place among batch * (n + m), in order."""
         n_places = self.layout.t.shape[1]
         sizes = {
             segment.row * n_places + segment.begin: segment.end - segment.begin for segment in self.layout.segments
@@ -126,7 +127,7 @@ class TwoViewAttention:
 
     @cached_property
     def _sequences(self) -> Sequences:
-        """Each document, and its copies over its prefix and themselves."""
+        """A sequence for each document, and one for its copies, whose keys are its prefix and themselves."""
         n_places = self.layout.t.shape[1]
         queries: list[range] = []
         keys: list[tuple[range, ...]] = []
@@ -140,16 +141,3 @@ class TwoViewAttention:
                 queries.append(copies)
                 keys.append((range(row + segment.begin, row + segment.split), copies))
         return Sequences.of(queries, keys, self.layout.t.device)
-
-    def _block_mask(self, query: torch.Tensor, window: int | None) -> Any:
-        visible = self._mask_function(window)
-        return block_mask(lambda row, head, q, k: visible(row, q, k), len(query), None, query)
-
-    def _additive_mask(self, query: torch.Tensor, window: int | None) -> torch.Tensor:
-        places = torch.arange(query.shape[2], device=query.device)
-        rows = torch.arange(len(query), device=query.device)[:, None, None]
-        visible = self._mask_function(window)(rows, places[:, None], places)
-        return additive_mask(visible, query.new_zeros(()))[:, None]
-
-    def _mask_function(self, window: int | None) -> Callable[..., torch.Tensor]:
-        return lambda row, q, k: self.layout.visible(row, q, k, window)

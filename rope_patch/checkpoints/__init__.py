@@ -1,4 +1,4 @@
-"""Files of a checkpoint beside RoPE: weights, tokenizer, shards, a disk that is full.
+"""Loading and writing checkpoint files: weights, tokenizer, license, shards, full disks.
 
 Import its modules by name.
 """

@@ -1,4 +1,4 @@
-"""Loading a checkpoint, or an adapter onto its base model, of which no weight is missing or damaged."""
+"""Loading a checkpoint, or an adapter on its base model, and refusing missing or damaged weights."""
 
 import warnings
 from collections.abc import Callable
@@ -20,32 +20,32 @@ _SHOWN = 3  # names of weights in a message
 
 
 def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str | None = None, **options: Any) -> Any:
-    """The model of a checkpoint, every weight of which is from its files: Transformers draws others at random.
+    """Load a checkpoint that has every weight of the model. Transformers would draw missing ones at random.
 
     Args:
-        name: folder or hub id.
+        name: folder or hub ID.
         dtype: of the weights, as `from_pretrained` takes it.
-        revision: on the hub, None for "main".
+        revision: on the hub; None is "main".
         **options: of `load_pretrained`.
 
     Raises:
-        OSError: there is none.
-        ValueError: a weight is missing, or of another shape than the config says, a file is damaged, or the model has
-            code of its own.
+        OSError: there is no such checkpoint.
+        ValueError: a weight is missing, or has another shape than in the config; a file is damaged; or the model comes
+            with Python code of its own.
     """
     options["revision"] = revision or "main"
     return require_whole(name, partial(load_pretrained, AutoModelForCausalLM, name, dtype=dtype, **options))
 
 
 def require_whole(name: str | Path, from_pretrained: Callable[..., Any]) -> Any:
-    """The model that `from_pretrained` loads, every weight of which is from the files in `name`.
+    """The model that `from_pretrained` loads, if the files in `name` have every weight of it.
 
     Args:
-        name: folder or hub id, for messages.
-        from_pretrained: Transformers', of any class, which is called with what makes it tell what it found.
+        name: folder or hub ID, for messages.
+        from_pretrained: of any class of Transformers; gets options that make it return what it found.
 
     Raises:
-        ValueError: a weight is missing, or of another shape than the config says, or a file is damaged.
+        ValueError: a weight is missing, or has another shape than in the config, or a file is damaged.
     """
     try:
         model, loaded = from_pretrained(output_loading_info=True, ignore_mismatched_sizes=True)
@@ -53,7 +53,7 @@ def require_whole(name: str | Path, from_pretrained: Callable[..., Any]) -> Any:
         raise
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"the weights in {name} cannot be read: {error}. Save or download them again.") from error
-    except (UnpicklingError, EOFError, LookupError) as error:  # of torch.load, which says how to run the code in a file
+    except (UnpicklingError, EOFError, LookupError) as error:  # torch.load would advise to run the code
         raise ValueError(
             f"the weights in {name} are damaged, or hold code beside tensors, which is not run. Save or download them "
             "again, as safetensors."
@@ -64,16 +64,16 @@ def require_whole(name: str | Path, from_pretrained: Callable[..., Any]) -> Any:
             shown = ", ".join(weights[:_SHOWN]) + (", ..." if len(weights) > _SHOWN else "")
             raise ValueError(
                 f"the weights in {name} {what} {shown} of the {type(model).__name__} that its config.json describes, "
-                "which would get random ones. Name a folder in which save_pretrained of that model has written both."
+                "which would get random ones. Name a folder in which save_pretrained of that model wrote both."
             )
     return model
 
 
 def with_adapter(base: Any, folder: str | Path) -> nn.Module:
-    """`base` with the adapter in `folder`, all of it, and with the RoPE of its training as far as that is recorded.
+    """Load the adapter in `folder` onto `base`, with the RoPE of its training if that is recorded.
 
     Raises:
-        FileNotFoundError: there are no weights of an adapter.
+        FileNotFoundError: the folder has no weights of an adapter.
         ValueError: a weight is missing, which PEFT would draw at random, or does not fit `base`, or a file is damaged.
     """
     if not any(Path(folder).glob("adapter_model*")):  # PEFT would look for them on the hub
@@ -95,7 +95,7 @@ def with_adapter(base: Any, folder: str | Path) -> nn.Module:
     except torch.OutOfMemoryError:
         raise
     except (SafetensorError, RuntimeError, UserWarning, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(  # PEFT does not look at the types of what adapter_config.json says
+        raise ValueError(  # PEFT does not check the types in adapter_config.json
             f"the adapter in {folder} is not whole, or does not fit its base model, or its adapter_config.json has a "
             f"wrong entry: {str(error):.400}. Save it or copy it again. {LOAD_CHANGED_BASE}"
         ) from error

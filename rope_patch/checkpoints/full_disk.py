@@ -1,4 +1,4 @@
-"""Write files whole or not at all, and explain errors of a full disk, in which libraries do not name the file."""
+"""Writing files whole or not at all, and explaining errors of a full disk, which libraries raise without the file."""
 
 import errno
 import os
@@ -19,20 +19,20 @@ class FullDisk(OSError):
 
 @contextmanager
 def whole_file(file: Path) -> Iterator[Path]:
-    """A new file beside `file` to write in the block: it takes that name at the end, or is removed if the block fails.
+    """A temporary file to write in the block, which becomes `file` at the end, or is removed if the block raises.
 
-    Several threads or processes may write one `file`: each has its own beside it, and the last one stays.
+    Several threads or processes may write the same `file`; the last one stays.
 
     Raises:
         FullDisk: it cannot be written.
     """
-    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         with disk_full_errors(file):
-            yield beside
-        os.replace(beside, file)
+            yield temporary
+        os.replace(temporary, file)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

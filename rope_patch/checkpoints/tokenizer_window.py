@@ -1,7 +1,7 @@
-"""The window that files beside a checkpoint's config name.
+"""The context window in the tokenizer's and generation config of a checkpoint.
 
-Tokenizers truncate at `model_max_length`, and vLLM serves no longer texts. `generate` takes no longer prompts than the
-`max_length` of the generation config, where one is named, as for Llama 2.
+Tokenizers truncate at `model_max_length`, and vLLM serves no longer texts. `generate` takes no prompts beyond the
+`max_length` of the generation config, if it has one, as for Llama 2.
 """
 
 import json
@@ -24,57 +24,44 @@ _GENERATION = ("generation_config.json", "max_length")
 
 
 def widen_tokenizer_of(folder: Path, model: nn.Module, window: int | None = None) -> None:
-    """`widen_tokenizer` from the window that a model was pretrained on to `window`, None for that of its config.
+    """Let tokenizer and generation config in `folder` name `window`, if they name the pretrained window or more.
+
+    A smaller number was not taken from the model, and a number from `window` on does not limit anything.
 
     Args:
-        folder: with a tokenizer or without.
-        model: bare or wrapped, patched or loaded from a checkpoint of a patched one. That names the pretrained window
-            in its RoPE parameters under 'yarn', 'llama3' and 'longrope' alone: with others it changes nothing.
-        window: that the checkpoint declares.
+        folder: with or without a tokenizer and a generation config.
+        model: bare or wrapped, patched or loaded from a checkpoint of a patched model. Such a checkpoint has the
+            pretrained window in its RoPE parameters under 'yarn', 'llama3' and 'longrope'; under other types nothing
+            changes.
+        window: context window of the checkpoint, in positions; None is that of the model's config.
     """
     decoder: Any = find_decoder(model)
     state = state_of(decoder)
     before = decoder.config if state is None else state.native
     declared = getattr(decoder.config, "max_position_embeddings", None)
     native = pretrained_window(before.rope_parameters, getattr(before, "max_position_embeddings", None))
-    widen_tokenizer(folder, native, declared if window is None else window)
-
-
-def widen_tokenizer(folder: Path, native: int | None, window: int | None) -> None:
-    """Let tokenizer and generation config in `folder` name `window`, if they name the native window or more.
-
-    A smaller number was not taken from the model, and a larger one than `window` stops nothing.
-
-    Args:
-        folder: with a tokenizer or without, and with a generation config or without.
-        native: window of the model as it came, None if its config names none.
-        window: that of the checkpoint.
-    """
-    if native is None or window is None:
-        return
-    for name, key in (_TOKENIZER, _GENERATION):
-        _write(folder / name, key, window, lambda named: native <= named < window)
+    reach = declared if window is None else window
+    if native is not None and reach is not None:
+        _replace(folder, reach, lambda named: native <= named < reach)
 
 
 def narrow_tokenizer(folder: Path, declared: int | None, window: int | None) -> None:
-    """Let tokenizer and generation config in `folder` name `window` where they name `declared`, which is more.
+    """Let tokenizer and generation config in `folder` name `window` if they name `declared`, which is more.
 
     Args:
-        folder: with a tokenizer or without, and with a generation config or without.
-        declared: window of the checkpoint whose tokenizer it is, None if its config names none.
-        window: that is promised in its place, None for the same.
+        folder: with or without a tokenizer and a generation config.
+        declared: context window of the checkpoint that the tokenizer came with; None if its config names none.
+        window: the smaller window that is promised; None is `declared`.
     """
-    if declared is None or window is None or window >= declared:
-        return
-    for name, key in (_TOKENIZER, _GENERATION):
-        _write(folder / name, key, window, lambda named: named == declared)
+    if declared is not None and window is not None and window < declared:
+        _replace(folder, window, lambda named: named == declared)
 
 
 def warn_of_short_tokenizer(folder: Path, window: int | None) -> None:
-    """Say so if the tokenizer in `folder` still names less than `window`.
+    """Warn if the tokenizer in `folder` names less than `window`.
 
-    So it does beside a checkpoint of a model that was rescaled by 'ntk', 'abf' or 'pi', which does not say where it
-    began, and so it does where the user meant it.
+    This happens after rescaling by 'ntk', 'abf' or 'pi', whose checkpoints do not have the pretrained window, or
+    because the user chose it.
     """
     name, key = _TOKENIZER
     named = _read(folder / name).get(key)
@@ -85,15 +72,17 @@ def warn_of_short_tokenizer(folder: Path, window: int | None) -> None:
         )
 
 
-def _write(file: Path, key: str, window: int, is_meant: Callable[[float], bool]) -> None:
-    """Put `window` in place of a number in a JSON file that is meant."""
-    config = _read(file)
-    named = config.get(key)
-    if isinstance(named, int | float) and is_meant(named):
-        config[key] = window
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _replace(folder: Path, window: int, is_replaced: Callable[[float], bool]) -> None:
+    """Write `window` into the two configs if the number there is one to replace."""
+    for name, key in (_TOKENIZER, _GENERATION):
+        config = _read(folder / name)
+        named = config.get(key)
+        if isinstance(named, int | float) and is_replaced(named):
+            config[key] = window
+            text = json.dumps(config, indent=2, ensure_ascii=False)
+            (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A JSON file; nothing of one that is not there."""
+    """A JSON file; {} if it does not exist."""
     return read_record(file, "Save the tokenizer or the model again.") if file.is_file() else {}

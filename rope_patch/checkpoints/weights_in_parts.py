@@ -1,35 +1,30 @@
-"""Checkpoints whose weights lie in parts, as ranks of a training wrote them: what makes them plain. Imports nothing."""
+"""Checkpoints whose weights are in parts, as ranks of a training wrote them. Imports no torch."""
 
 import shlex
 from pathlib import Path
 
 _WHOLE = ("*model*.safetensors", "*pytorch_model*.bin", "adapter_model.bin")
 _FSDP = "pytorch_model_fsdp_0"  # accelerate's name for the weights of the first model
-_ZERO = "zero_to_fp32.py"  # which DeepSpeed puts beside the weights that it has saved
+_ZERO = "zero_to_fp32.py"  # a script that DeepSpeed writes beside weights
 
 
 def require_whole_weights(folder: str | Path, argument: str) -> None:
-    """Raise ValueError if `folder` has weights in parts alone, with the command that makes one file of them.
+    """Raise ValueError, with the command that joins them, if all weights in `folder` are in parts.
 
     Args:
-        folder: of a checkpoint; what is no folder passes.
-        argument: what the user gave it as, for the message.
+        folder: of a checkpoint; a hub ID passes.
+        argument: name of the user's argument, for the message.
     """
-    at = Path(folder)
-    # FSDP writes weights for going on, whole ones too, as pytorch_model_fsdp.bin, which nobody else loads
-    whole = [file for pattern in _WHOLE for file in at.glob(pattern) if file.stem != "pytorch_model_fsdp"]
-    command = None if whole else _command(at)
-    if command is not None:
-        raise ValueError(f"{argument}: the weights in {folder} are in parts, as the ranks saved them. Run `{command}`.")
-
-
-def _command(folder: Path) -> str | None:
-    here = shlex.quote(str(folder))
-    if (folder / _ZERO).is_file():
-        return f"python {here}/{_ZERO} {here} {here} --safe_serialization"
-    if not (folder / _FSDP).is_dir():
-        return None
-    merge = f"accelerate merge-weights {here}/{_FSDP} {here}"
-    if (folder / "adapter_config.json").is_file():
-        return f"{merge} && mv {here}/model.safetensors {here}/adapter_model.safetensors"
-    return merge
+    at, here = Path(folder), shlex.quote(str(folder))
+    # pytorch_model_fsdp.bin is for resuming with FSDP, which alone loads it
+    if any(file.stem != "pytorch_model_fsdp" for pattern in _WHOLE for file in at.glob(pattern)):
+        return
+    if (at / _ZERO).is_file():
+        command = f"python {here}/{_ZERO} {here} {here} --safe_serialization"
+    elif (at / _FSDP).is_dir():
+        command = f"accelerate merge-weights {here}/{_FSDP} {here}"
+        if (at / "adapter_config.json").is_file():
+            command += f" && mv {here}/model.safetensors {here}/adapter_model.safetensors"
+    else:
+        return
+    raise ValueError(f"{argument}: the weights in {folder} are in parts, as the ranks saved them. Run `{command}`.")

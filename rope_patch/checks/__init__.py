@@ -1,4 +1,4 @@
-"""Checks that this package is right on a model, which `rope-patch check` runs.
+"""Checks of this package on a user's model, for `rope-patch check`.
 
 No other room imports them.
 """

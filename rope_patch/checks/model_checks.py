@@ -1,6 +1,6 @@
-"""Checks that this package is right on a model: any causal LM with RoPE. `rope-patch check` runs all of them.
+"""Checks that this package computes the right numbers on a causal LM with RoPE. `rope-patch check` runs all of them.
 
-One copy of the weights is held. What needs a second one runs on the first layers of a model that is large.
+Memory holds one copy of the weights. For a large model, checks that need a second copy run on its first layers.
 """
 
 import copy
@@ -8,7 +8,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -31,24 +31,24 @@ from ..losses import (
 from ..patch import patch_model, rope_view, unpatch_model
 from ..views import Skip
 
-# largest relative error of what equals up to rounding, which the layers of a deep model add up; a view moves logits by
-# more: "prefix under a skip" says how far. Gradients of a model that makes more of rounding are held against what
-# rounding alone moves them by: those of Gemma-3-270M in bfloat16 were 0.07 apart
+# largest relative error of values that are equal up to rounding, which grows with the layers of a model. A view moves
+# logits by more, as "prefix under a skip" reports. Gradients may be further apart if rounding alone moves them as far:
+# those of Gemma-3-270M in bfloat16 differed by 0.07
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-LARGE = 4 * 2**30  # bytes of weights from which a second copy is made of the first layers only
+LARGE = 4 * 2**30  # bytes of weights above which only the first layers are copied
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 class WrongError(Exception):
-    """A check has found numbers that should not be."""
+    """A check has found wrong numbers."""
 
 
 class CheckedModel:
-    """The model with what the checks share.
+    """A model with the inputs, outputs and tolerances that the checks share.
 
     Args:
-        model: loaded, in eval mode, not patched.
-        n_tokens: of a row.
+        model: in eval mode, not patched.
+        n_tokens: length of a sequence, in tokens.
     """
 
     def __init__(self, model: PreTrainedModel, n_tokens: int) -> None:
@@ -72,22 +72,23 @@ class CheckedModel:
 
     @cached_property
     def plain(self) -> torch.Tensor:
-        """Logits of the model as it came."""
+        """Logits of the model without a patch."""
         return self.logits()
 
     def require_equal(self, actual: torch.Tensor, expected: torch.Tensor, what: str, rounding: float = 0.0) -> str:
-        """Raise if the error's norm is above the tolerance times that of what is wanted, plus what rounding moves.
+        """Return the relative error as text.
 
-        Else say how large it is, as a part of what is wanted.
+        Raises:
+            WrongError: the norm of the error is above tolerance * norm(expected) + rounding.
         """
-        error = _error(actual, expected)
+        error = _relative_error(actual, expected)
         if not error <= self.tolerance + (rounding / expected.double().norm()).item():
             raise WrongError(f"{what}: relative error {error:.1e}, allowed {self.tolerance:.0e}")
         return f"{error:.0e}"
 
     @contextmanager
     def trained_weights(self) -> Iterator[dict[str, torch.nn.Parameter]]:
-        """Training mode, with gradients of the first and last attention's weights alone: those of all may not fit."""
+        """Training mode, with gradients for weights of the first and last attention: those of all may not fit."""
         weights = [(n, p) for n, p in self.model.named_parameters() if "attn" in n or "attention" in n]
         weights = [(n, p) for n, p in weights or self.model.named_parameters() if p.ndim == 2]
         chosen = dict([*weights[:3], *weights[-3:]])
@@ -101,9 +102,9 @@ class CheckedModel:
             self.model.requires_grad_(False).eval()
 
     def first_layers(self) -> PreTrainedModel:
-        """A model of the first layers' weights, as many as show each kind of layer, or the model itself if it is small.
+        """The model itself if it is small, else one with its first layers, until each type of layer is there.
 
-        Every kind: a rescaling may leave some of them as they are.
+        A rescaling may change only some types.
         """
         if not self.is_large:
             return self.model
@@ -123,7 +124,7 @@ class CheckedModel:
 Check = Callable[[CheckedModel], str]
 
 
-# Each check says what it saw, or raises: WrongError for numbers that should not be, ValueError for what a model cannot.
+# Each check returns what it found, and raises WrongError for wrong numbers or ValueError if it does not fit the model.
 
 
 def _identity(checked: CheckedModel) -> str:
@@ -138,23 +139,23 @@ def _identity(checked: CheckedModel) -> str:
         "unpatched": checked.logits(),
     }.items():
         if not torch.equal(logits, checked.plain):
-            raise WrongError(f"logits {name} are off by {(logits - checked.plain).abs().max():.1e}")
+            raise WrongError(f"logits {name} differ by {(logits - checked.plain).abs().max():.1e}")
     return "same bits under view 'standard', patched and unpatched"
 
 
 def _constant_shift(checked: CheckedModel) -> str:
     with rope_view(checked.model, index=(torch.arange(checked.n_tokens) + 7)[None]):
-        return "error " + checked.require_equal(checked.logits(), checked.plain, "all indices moved by 7")
+        return "error " + checked.require_equal(checked.logits(), checked.plain, "all RoPE indices moved by 7")
 
 
 def _prefix_under_skip(checked: CheckedModel) -> str:
     with rope_view(checked.model, checked.view):
         seen = checked.logits()
-    error = checked.require_equal(seen[:, : checked.split], checked.plain[:, : checked.split], "rows before the skip")
+    error = checked.require_equal(seen[:, : checked.split], checked.plain[:, : checked.split], "logits before the skip")
     moved = (seen - checked.plain)[:, checked.split :].norm() / checked.plain[:, checked.split :].norm()
     if moved == 0:
-        raise WrongError("a skip does not reach the rows behind it")
-    return f"error {error}; rows behind it move by {moved:.0e}"
+        raise WrongError("a skip does not change the logits behind it")
+    return f"error {error}; logits behind it move by {moved:.0e}"
 
 
 def _prefix_reaches_the_end(checked: CheckedModel) -> str:
@@ -166,9 +167,9 @@ def _prefix_reaches_the_end(checked: CheckedModel) -> str:
         with rope_view(checked.model, checked.view):
             moved = (checked.logits(changed) - checked.logits())[:, -1].abs().max().item()
         if moved == 0:
-            raise WrongError(f"token {token} does not reach the last row: a jump was read as a document border")
-        return f"another token {token} moves logits of the last row by {moved:.0e}"
-    raise ValueError("no token before the skip reaches the last row through this model's windows: give fewer --tokens")
+            raise WrongError(f"token {token} does not reach the last token: a jump was read as a document border")
+        return f"another token {token} moves the last token's logits by {moved:.0e}"
+    raise ValueError("no token before the skip reaches the last one through this model's windows: use fewer --tokens")
 
 
 def _packed_documents(checked: CheckedModel) -> str:
@@ -177,7 +178,7 @@ def _packed_documents(checked: CheckedModel) -> str:
     alone = torch.cat([checked.logits(h) for h in halves], 1)
     plain = checked.logits(checked.ids[:1], position_ids=positions)
     if (plain - alone).norm() > checked.tolerance * alone.norm():
-        raise ValueError("this model's own attention crosses the borders of packed documents: give it padded rows")
+        raise ValueError("without a patch, this model attends across the borders of packed documents: pad instead")
     view = Skip(split=3, skip=4 * checked.n_tokens)
     with rope_view(checked.model, view):
         expected = torch.cat([checked.logits(h) for h in halves], 1)
@@ -201,7 +202,7 @@ def _cached_decoding(checked: CheckedModel) -> str:
 
 
 def _rescale(model: PreTrainedModel) -> str:
-    """Rescale by the first method that the family takes, and say which."""
+    """Rescale by the first method that the family supports, and return its name."""
     tried: dict[str, dict[str, Any]] = {"yarn": {"factor": 2.0}, "pi": {"factor": 2.0}, "abf": {"theta": 1e7}}
     reasons = []
     for method, options in tried.items():
@@ -231,7 +232,7 @@ def _save_and_reload(checked: CheckedModel) -> str:
     finally:
         unpatch_model(model)
     if not torch.equal(part.logits(), native):
-        raise WrongError("unpatch_model does not give the native bits back")
+        raise WrongError("unpatch_model does not restore the native bits")
     same = (
         "same bits"
         if torch.equal(reloaded, rescaled)
@@ -245,7 +246,7 @@ def _captured_attention(checked: CheckedModel) -> str:
     if not plain:
         raise ValueError("attention is not called through Transformers' table: relations cannot be distilled")
     if not torch.equal(plain_logits, checked.plain):
-        raise WrongError("looking at attention changes logits")
+        raise WrongError("watching attention changes logits")
     with rope_view(checked.model, checked.view):
         seen, _ = _captured(checked.model, checked)
     first = min(plain)
@@ -281,18 +282,18 @@ def _self_distillation(checked: CheckedModel) -> str:
     patch_model(checked.model, checked.view)
     with checked.trained_weights() as weights:
         loss, kl, gradients, in_one_pass = _distilled(checked, weights, one_pass=True)
-        wanted_loss, _, expected, _ = _distilled(checked, weights, one_pass=False)
-        # where the views hardly differ, as in a model that was never trained, rounding can make the KL negative
+        expected_loss, _, expected, _ = _distilled(checked, weights, one_pass=False)
+        # in an untrained model the views hardly differ, and rounding can make the KL negative
         if kl == 0 or not kl > -_rounding_of_kl(checked.ids.numel(), checked.plain.shape[-1]):
             raise WrongError(f"the KL between the views is {kl.item()}")
-        checked.require_equal(loss, wanted_loss, "loss of one forward against two")
-        error, alone = _error(gradients, expected), ""
+        checked.require_equal(loss, expected_loss, "loss of one forward against two")
+        error, note = _relative_error(gradients, expected), ""
         if not error <= checked.tolerance:
             with inputs_rounded_otherwise(checked.model):
                 moved = _distilled(checked, weights, one_pass=False)[2]
-            alone = _within_rounding(gradients, expected, moved)
-    reason = "" if in_one_pass else "; this model needs two passes"
-    return f"gradients of one forward against two: error {error:.0e}{alone}{reason}"
+            note = _within_rounding(gradients, expected, moved)
+    passes = "" if in_one_pass else "; this model needs two passes"
+    return f"gradients of one forward against two: error {error:.0e}{note}{passes}"
 
 
 def _distilled(
@@ -311,8 +312,8 @@ def _distilled(
 
 
 def _within_rounding(gradients: torch.Tensor, expected: torch.Tensor, moved: torch.Tensor) -> str:
-    """Raise if gradients are further off than `moved` ones, of embeddings rounded otherwise, let expect."""
-    error, rounding = _error(gradients, expected), _error(moved, expected)
+    """Raise WrongError if the error is above that of `moved` gradients, from inputs that were rounded differently."""
+    error, rounding = _relative_error(gradients, expected), _relative_error(moved, expected)
     if not differs_by_rounding(gradients[None], expected[None], moved[None]):
         raise WrongError(f"gradients: relative error {error:.1e}, where rounding alone moves them by {rounding:.1e}")
     return f", where rounding alone moves them by {rounding:.0e}"
@@ -356,7 +357,11 @@ def _attention_implementations(checked: CheckedModel) -> str:
             except (ValueError, ImportError):
                 continue  # not installed, or not for this family
             try:
-                with nullcontext() if checked.ids.is_cuda else _without_compiling():
+                with ExitStack() as stack:
+                    if not checked.ids.is_cuda:  # flex attention then compiles for longer than it saves, or warns
+                        stack.enter_context(torch.compiler.set_stance("force_eager"))
+                        stack.enter_context(warnings.catch_warnings())
+                        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
                     notes.append(f"{name} {checked.require_equal(checked.logits(), expected, name)}")
             except ValueError:
                 continue  # not on this device
@@ -365,14 +370,6 @@ def _attention_implementations(checked: CheckedModel) -> str:
     if len(notes) == 1:
         raise ValueError(f"{mine} is the only implementation that runs here")
     return ", ".join(notes)
-
-
-@contextmanager
-def _without_compiling() -> Iterator[None]:
-    """Flex attention compiles, which takes longer than it saves without a GPU; else it warns of what that costs."""
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        yield
 
 
 CHECKS: dict[str, Check] = {
@@ -397,8 +394,8 @@ def _size_note(checked: CheckedModel, model: PreTrainedModel) -> str:
     return f" (first {model.config.get_text_config(decoder=True).num_hidden_layers} layers)"
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the error, relative to what is wanted."""
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """norm(actual - expected) / norm(expected)."""
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
@@ -412,7 +409,7 @@ def _gradients(weights: dict[str, torch.nn.Parameter]) -> torch.Tensor:
 def _captured(
     model: PreTrainedModel, checked: CheckedModel
 ) -> tuple[dict[int, tuple[torch.Tensor, ...]], torch.Tensor]:
-    """(q, k, v) of each layer, and the logits."""
+    """(query, key, value) by layer, and the logits."""
     inputs_by_layer: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def keep(call: Any) -> None:
@@ -424,12 +421,12 @@ def _captured(
 
 
 def _rounding_of_kl(n_rows: int, n_columns: int) -> float:
-    """What float32 may move a sum of `n_rows` KLs by: of each, two log-sum-exps of about ln(n_columns) are rounded."""
+    """Rounding error of a sum of `n_rows` KLs in float32: each has two log-sum-exps of about ln(n_columns)."""
     return torch.finfo(torch.float32).eps * math.log(n_columns) * n_rows
 
 
 def _relation_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """KL of the causal rows of softmax(X X^T / sqrt(d)), summed over rows and tokens, mean over heads."""
+    """KL of causal softmax(X X^T / sqrt(d)), X [batch, heads, n, d]: summed over rows and tokens, mean over heads."""
     n = student.shape[2]
     hidden = torch.ones(n, n, dtype=torch.bool, device=student.device).triu(1)
     scores = [
@@ -440,14 +437,14 @@ def _relation_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def run_check(checked: CheckedModel, check: Check) -> tuple[str, str]:
-    """Outcome of a check, "ok", "refused" or "WRONG", and what it says; the model is as before."""
+    """The outcome of a check, "ok", "refused" or "WRONG", and its details. The model is unpatched afterwards."""
     try:
         return "ok", check(checked)
     except WrongError as error:
         return "WRONG", str(error)
-    except (ValueError, ImportError) as error:  # by which the library, and Transformers, refuse
+    except (ValueError, ImportError) as error:  # this package and Transformers raise these for unsupported models
         return "refused", str(error).partition("\n")[0]
-    except Exception as error:  # the other checks still have something to say
+    except Exception as error:  # the other checks still run
         return "WRONG", f"{type(error).__name__}: {error}".partition("\n")[0]
     finally:
         unpatch_model(checked.model)

@@ -1,6 +1,6 @@
-"""Writing a model so that another program serves it right, or refusing where that program would serve it wrong.
+"""Writing a checkpoint that another program serves right, and refusing one that it would serve wrong.
 
-`export` is public; `serving` tells which programs read a model.
+`export` is public; `serving` says which programs serve a checkpoint right.
 """
 
 from .exporting import Exported, export, require_served

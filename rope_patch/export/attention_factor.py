@@ -1,7 +1,7 @@
-"""Folding a rescaling's attention factor into the weights, for programs that take its default whatever is written.
+"""Folding the attention factor of a RoPE scaling into the weights, for programs that ignore the configured one.
 
-YaRN and LongRoPE multiply cosines and sines by a, and so queries and keys, and so attention scores by a^2. Where a
-program takes d instead, queries times (a / d)^2 give the same scores.
+YaRN and LongRoPE multiply cosines and sines by a factor a. This scales queries and keys by a, and attention scores by
+a^2. If a program takes a default d instead, queries times (a / d)^2 give the same scores.
 """
 
 import copy
@@ -17,27 +17,28 @@ from .weights import plain_name
 Edit = Callable[[torch.Tensor], torch.Tensor]
 
 _OPTIONS = ("attention_factor", "mscale", "mscale_all_dim")
-# of these it is known that a query is q_proj's output, normalised or not, and that a rescaling reaches every layer
+# families whose queries are q_proj's output, normalised or not, and whose RoPE scaling applies to every layer
 _FOLDABLE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3")
 
 
 def without_attention_factor(rope_parameters: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters`, or those of each layer type, without what sets the attention factor."""
+    """A copy of `rope_parameters`, nested by layer type or not, without the options that set the attention factor."""
     if is_nested(rope_parameters):
-        by_type = rope_parameters.items()
-        return {layer_type: options and without_attention_factor(options) for layer_type, options in by_type}
+        return {
+            layer_type: options and without_attention_factor(options) for layer_type, options in rope_parameters.items()
+        }
     return {key: copy.deepcopy(value) for key, value in rope_parameters.items() if key not in _OPTIONS}
 
 
 def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]:
-    """Edits of the weights of `causal_lm`, by name, that keep attention scores under `without_attention_factor`.
+    """Edits of weights of `causal_lm`, by name, that keep its attention scores under `without_attention_factor`.
 
-    Queries are scaled where they are made: the rows of the query projection and its bias or, where queries are
-    normalised after that, the weight of the norm. There are none where the factor is the one that programs take anyway.
+    They scale queries where these are made: the weight of the query norm or, if there is none, the rows of the query
+    projection and its bias. There are no edits if the factor is the default that programs take.
 
     Raises:
-        ValueError: of a family for which that is not known to be right, or that rotates a part of the features alone,
-            of which the rest would be scaled too.
+        ValueError: the family is not known to be right, or rotates only a part of the features, and the edits would
+            scale the rest too.
     """
     config = decoder.config
     if config.model_type not in _FOLDABLE:
@@ -47,46 +48,51 @@ def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]
         )
     ratios = _ratios(decoder)
     if all(ratio == 1.0 for ratio in ratios.values()):
-        return {}  # what is written is what programs take by default
+        return {}
+    rotated = {
+        2 * inv_freq.numel()
+        for module in rotary_by_name(decoder).values()
+        for inv_freq, _ in fresh_state(module, config).buffers.values()
+    }
     edits: dict[str, Edit] = {}
     for name, module in causal_lm.named_modules():
         layer = getattr(module, "layer_idx", None)
         if layer is None or not (hasattr(module, "q_proj") or hasattr(module, "qkv_proj")):
             continue
+        if rotated != {module.head_dim}:
+            raise ValueError(
+                f"the attention factor cannot be folded into the weights: {min(rotated)} of {module.head_dim} features "
+                f"are rotated, and the others must not be scaled. Leave out {', '.join(_OPTIONS)} and train again, or "
+                "export for 'transformers'."
+            )
         layer_type = config.layer_types[layer] if is_nested(config.rope_parameters) else ""
-        _require_full_rotary(decoder, module.head_dim)
         if ratios[layer_type] != 1.0:
-            edits |= _of_layer(plain_name(name), module, config, ratios[layer_type] ** 2)
+            edits |= _edits_of_layer(plain_name(name), module, config, ratios[layer_type] ** 2)
     assert edits, "no attention layer has a query projection"
     return edits
 
 
 def _ratios(decoder: Any) -> dict[str, float]:
-    """Attention factor in force over the one that programs take, by layer type; "" where there is one for all."""
+    """Attention factor of the model over the programs' default, by layer type; "" if all layers share one."""
     folded = copy.deepcopy(decoder.config)
     folded.rope_parameters = without_attention_factor(decoder.config.rope_parameters)
     ratios: dict[str, float] = {}
     for module in rotary_by_name(decoder).values():
-        own, default = (fresh_state(module, config).attributes for config in (decoder.config, folded))
-        for attribute, value in own.items():
+        current, default = (fresh_state(module, config).attributes for config in (decoder.config, folded))
+        for attribute, value in current.items():
             if attribute.endswith("attention_scaling"):
                 ratios[attribute.removesuffix("attention_scaling").rstrip("_")] = value / default[attribute]
     return ratios
 
 
-def _require_full_rotary(decoder: Any, head_dim: int) -> None:
-    for module in rotary_by_name(decoder).values():
-        for buffer, _ in fresh_state(module, decoder.config).buffers.values():
-            if 2 * buffer.numel() != head_dim:
-                raise ValueError(
-                    f"the attention factor cannot be folded into the weights: {2 * buffer.numel()} of {head_dim} "
-                    f"features are rotated, and the others must not be scaled. Leave out {', '.join(_OPTIONS)} and "
-                    "train again, or export for 'transformers'."
-                )
-
-
-def _of_layer(name: str, module: Any, config: Any, scale: float) -> dict[str, Edit]:
-    offset = _offset(module.q_norm) if hasattr(module, "q_norm") else 0.0
+def _edits_of_layer(name: str, module: Any, config: Any, scale: float) -> dict[str, Edit]:
+    offset = 0.0
+    if hasattr(module, "q_norm"):
+        # norms multiply by the weight or, as Gemma's do, by 1 + weight
+        norm = copy.deepcopy(module.q_norm)
+        with torch.no_grad():
+            norm.weight.zero_()
+            offset = float(norm(torch.ones_like(norm.weight)).abs().max() > 0)
 
     def scaled(weight: torch.Tensor) -> torch.Tensor:
         return ((weight.float() + offset) * scale - offset).to(weight.dtype)
@@ -99,13 +105,4 @@ def _of_layer(name: str, module: Any, config: Any, scale: float) -> dict[str, Ed
         return {f"{name}.q_norm.weight": scaled}
     if hasattr(module, "q_proj"):
         return {f"{name}.q_proj.weight": scaled, f"{name}.q_proj.bias": scaled}
-    return {f"{name}.qkv_proj.weight": scaled_queries}  # of Phi-3: queries, keys and values in one
-
-
-def _offset(norm: nn.Module) -> float:
-    """1.0 for norms that multiply by 1 + weight, as Gemma's, 0.0 for those that multiply by the weight."""
-    norm = copy.deepcopy(norm)
-    weight: Any = norm.weight
-    with torch.no_grad():
-        weight.zero_()
-        return float(norm(torch.ones_like(weight)).abs().max() > 0)
+    return {f"{name}.qkv_proj.weight": scaled_queries}  # Phi-3 has queries, keys and values in one projection

@@ -1,4 +1,4 @@
-"""GGUF by llama.cpp's own converter."""
+"""Writing GGUF files with the converter of llama.cpp."""
 
 import json
 import os
@@ -7,12 +7,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from .programs import GGUF_NAME
 
 _NAME = "convert_hf_to_gguf.py"
-_TRIES_SENTENCEPIECE_FIRST = ("llama", "mistral")  # model types of its class LlamaModel
+_TRIES_SENTENCEPIECE_FIRST = ("llama", "mistral")  # model types that the converter reads as LlamaModel
 
 
 def find_converter(converter: str | Path | None) -> Path:
@@ -33,37 +32,36 @@ def find_converter(converter: str | Path | None) -> Path:
 
 
 def require_runs(converter: Path) -> None:
-    """Start the converter, which shows that the packages it imports are there; that takes seconds.
+    """Start the converter, which takes seconds, to see that the packages it imports are installed.
 
     Raises:
-        ImportError: it does not start, or lacks what it imports later.
+        ImportError: it does not start, or a package that it imports later is missing.
     """
     done = subprocess.run([sys.executable, str(converter), "--help"], capture_output=True, text=True)
     if done.returncode:
         raise ImportError(f"{converter} does not start: {_last_line(done)}. {_remedy(converter)}")
-    if find_spec("sentencepiece") is None:  # which it imports for Llama and Gemma, when it has begun
+    if find_spec("sentencepiece") is None:  # imported during the conversion of Llama and Gemma
         raise ImportError(f"{converter} needs the package sentencepiece. {_remedy(converter)}")
 
 
 def require_known_tokenizer(model_type: str, tokenizer_json: str) -> None:
-    """Refuse a tokenizer of bytes that the converter would take for SentencePiece's, in silence.
+    """Raise ValueError for a byte-level tokenizer that the converter would silently take for SentencePiece's.
 
-    It does where a Llama's tokenizer.json has `byte_fallback` and a sequence of decoders, as those have that
-    Transformers 5.17 makes from GGUF files: llama.cpp then reads other tokens than the model was trained on.
+    It does if tokenizer.json of a Llama has `byte_fallback` and a sequence of decoders, as Transformers 5.17 writes
+    them from GGUF files. llama.cpp would then read other tokens than the model was trained on.
 
     Args:
         model_type: of the model's config.
-        tokenizer_json: what tokenizer.json says.
-
-    Raises:
-        ValueError: it would be taken for another.
+        tokenizer_json: contents of tokenizer.json.
     """
     if model_type not in _TRIES_SENTENCEPIECE_FIRST:
         return
     tokenizer = json.loads(tokenizer_json)
     model, decoder = tokenizer.get("model") or {}, tokenizer.get("decoder") or {}
-    taken = model.get("type") == "BPE" and model.get("byte_fallback") and decoder.get("type") == "Sequence"
-    if taken and _splits_into_bytes(tokenizer.get("pre_tokenizer")):
+    looks_like_it = model.get("type") == "BPE" and model.get("byte_fallback") and decoder.get("type") == "Sequence"
+    pre_tokenizer = tokenizer.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if looks_like_it and any(step.get("type") == "ByteLevel" for step in steps):
         raise ValueError(
             f"{_NAME} would take this tokenizer for SentencePiece's, and llama.cpp would read other tokens: "
             "tokenizer.json splits text into bytes (ByteLevel), and has byte_fallback too. Save the tokenizer with "
@@ -81,21 +79,16 @@ def convert(converter: Path, folder: Path) -> None:
     command = [sys.executable, str(converter), str(folder), "--outfile", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or not out.is_file():
-        said = _last_line(done) or "it wrote no file"
-        remedy = f" {_remedy(converter)}" if "No module named" in said else ""
-        raise ValueError(f"{converter.name} did not convert the checkpoint: {said}.{remedy}")
-
-
-def _splits_into_bytes(pre_tokenizer: dict[str, Any] | None) -> bool:
-    parts = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
-    return any(part.get("type") == "ByteLevel" for part in parts)
+        reason = _last_line(done) or "it wrote no file"
+        remedy = f" {_remedy(converter)}" if "No module named" in reason else ""
+        raise ValueError(f"{converter.name} did not convert the checkpoint: {reason}.{remedy}")
 
 
 def _last_line(done: "subprocess.CompletedProcess[str]") -> str:
-    """Of what it wrote, which is the error where there is one."""
+    """The last line of output, which is the error if there is one."""
     return (done.stderr or done.stdout).strip().rpartition("\n")[2].rstrip(".")
 
 
 def _remedy(converter: Path) -> str:
     requirements = converter.parent / "requirements" / "requirements-convert_hf_to_gguf.txt"
-    return f"What it needs is installed by pip install -r {requirements}, or by pip install sentencepiece."
+    return f"Install what it needs with pip install -r {requirements}, or with pip install sentencepiece."

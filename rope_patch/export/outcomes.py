@@ -1,7 +1,6 @@
-"""What each program makes of each rope type, as far as it is not right: data, from running the programs.
+"""RoPE parameters that each program serves wrong: data, from running the programs.
 
-docs/serving.md has the whole table with the versions. What is not listed here was found right, for the families in
-`TESTED`.
+docs/serving.md has the whole table with the versions. What is not listed was found right, for the families in `TESTED`.
 """
 
 import copy
@@ -11,10 +10,10 @@ from typing import Any
 from ..rope.rotary import is_nested
 
 TESTED = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3")
-"""Model types that the programs were run with."""
+"""Model types that the programs were tested with."""
 
-# keys of RoPE parameters that some program reads -> model types for which Transformers reads them, too. `type` comes
-# before `rope_type` in mlx-lm; `alpha` is read under 'dynamic', the mscales under 'longrope', the others under 'yarn'
+# keys of RoPE parameters that some program reads -> model types for which Transformers reads them too. mlx-lm prefers
+# `type` to `rope_type`; `alpha` is read under 'dynamic', the mscales under 'longrope', the others under 'yarn'
 _READ_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "type": (),
     "alpha": ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"),
@@ -25,7 +24,7 @@ _READ_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "apply_yarn_scaling": (),
 }
 
-# options that are there in name only: what every program does without them
+# values that every program takes by default, so that such an option changes nothing
 _DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None}
 
 
@@ -36,12 +35,12 @@ class Wrong:
     Args:
         program: its name in `PROGRAMS`.
         rope_type: of the RoPE parameters.
-        reason: what the program does instead, as the end of "llama.cpp ...".
-        instead: what to do about it.
-        options: keys of theirs, any of which makes it wrong; () where the type itself does.
-        families: model types that it holds for; () for all.
-        right_for: model types that it does not hold for.
-        folds: whether it is mended by folding the attention factor into the weights.
+        reason: what the program does, to follow its name in a sentence.
+        instead: what the user can do.
+        options: keys of the RoPE parameters, any of which is served wrong; () if the rope type is.
+        families: model types that are served wrong; () for all.
+        right_for: model types that are served right.
+        folds: whether folding the attention factor into the weights makes it right.
     """
 
     program: str
@@ -58,7 +57,12 @@ _RESCALE = "Rescale with 'yarn' without further options, 'ntk' or 'abf', which i
 _TRANSFORMERS = "or serve it with Transformers"
 
 OUTCOMES = (
-    Wrong("vllm", "longrope", "gives rows within the trained window the long factors", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong(
+        "vllm",
+        "longrope",
+        "gives rows within the trained window the long factors",
+        f"{_RESCALE}, {_TRANSFORMERS}.",
+    ),
     Wrong("vllm", "dynamic", "ends its table at the trained window", f"{_RESCALE}, {_TRANSFORMERS}."),
     *(
         Wrong(
@@ -121,7 +125,7 @@ OUTCOMES = (
 
 
 def as_transformers_reads(config: Any, *, scales_softmax: bool) -> dict[str, Any]:
-    """The RoPE parameters of a text config without what programs would read there and Transformers does not.
+    """The RoPE parameters of a text config without options that other programs read and Transformers ignores.
 
     Args:
         config: of the text model.
@@ -131,16 +135,16 @@ def as_transformers_reads(config: Any, *, scales_softmax: bool) -> dict[str, Any
     if not is_nested(parameters):
         return _as_read(parameters, config.model_type, scales_softmax)
     return {
-        # `truncate` Transformers looks for beside the layer types
-        layer_type: of_type
-        and {k: v for k, v in _as_read(of_type, config.model_type, scales_softmax).items() if k != "truncate"}
-        for layer_type, of_type in parameters.items()
+        # Transformers looks for `truncate` beside the layer types, not in them
+        layer_type: options
+        and {k: v for k, v in _as_read(options, config.model_type, scales_softmax).items() if k != "truncate"}
+        for layer_type, options in parameters.items()
     }
 
 
 def _as_read(parameters: dict[str, Any], model_type: str, scales_softmax: bool) -> dict[str, Any]:
     ignored = {key for key, families in _READ_ELSEWHERE.items() if model_type not in families}
-    # Transformers takes both or neither, and neither beside an attention factor; programs take one alone, too
+    # Transformers reads both mscales or none, and none beside an attention factor; programs also read one alone
     if parameters.get("attention_factor") is not None or not (
         parameters.get("mscale") and parameters.get("mscale_all_dim")
     ):
@@ -149,10 +153,10 @@ def _as_read(parameters: dict[str, Any], model_type: str, scales_softmax: bool) 
 
 
 def wrong_outcomes(program: str, config: Any) -> list[Wrong]:
-    """What `program` would make wrong of the RoPE parameters of a text config."""
+    """The RoPE parameters of a text config that `program` would serve wrong."""
     parameters = config.rope_parameters
-    of_layer_types = parameters.values() if is_nested(parameters) else [parameters]
-    return [wrong for wrong in OUTCOMES if any(o and _holds(wrong, program, o, config) for o in of_layer_types)]
+    by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
+    return [wrong for wrong in OUTCOMES if any(o and _holds(wrong, program, o, config) for o in by_layer_type)]
 
 
 def _holds(wrong: Wrong, program: str, parameters: dict[str, Any], config: Any) -> bool:

@@ -14,34 +14,22 @@ def _transformers(folder: Path, window: int | None) -> str:
     return f"python -c {shlex.quote(code)}"
 
 
-def _vllm(folder: Path, window: int | None) -> str:
-    # vLLM multiplies the window of some rope types by their factor once more: it is told the window
-    return f"vllm serve {shlex.quote(str(folder))}{_option('--max-model-len', window)}"
+def _command(start: str, window_option: str = "") -> Callable[[Path, int | None], str]:
+    """A command that ends with the folder and, if the program has an option for it, the context window."""
 
+    def command(folder: Path, window: int | None) -> str:
+        option = f" {window_option} {window}" if window_option and window is not None else ""
+        return f"{start} {shlex.quote(str(folder))}{option}"
 
-def _sglang(folder: Path, window: int | None) -> str:
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(str(folder))}{_option('--context-length', window)}"
-    )
-
-
-def _llama_cpp(folder: Path, window: int | None) -> str:
-    return f"llama-server -m {shlex.quote(str(folder / GGUF_NAME))}{_option('-c', window)}"
-
-
-def _mlx(folder: Path, window: int | None) -> str:
-    return f"mlx_lm.server --model {shlex.quote(str(folder))}"
-
-
-def _option(name: str, value: int | None) -> str:
-    return "" if value is None else f" {name} {value}"
+    return command
 
 
 PROGRAMS: dict[str, Callable[[Path, int | None], str]] = {
     "transformers": _transformers,
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "llama.cpp": _llama_cpp,
-    "mlx": _mlx,
+    # without the option vLLM multiplies the window of some rope types by their factor once more
+    "vllm": _command("vllm serve", "--max-model-len"),
+    "sglang": _command("python -m sglang.launch_server --model-path", "--context-length"),
+    "llama.cpp": lambda folder, window: _command("llama-server -m", "-c")(folder / GGUF_NAME, window),
+    "mlx": _command("mlx_lm.server --model"),
 }
-"""Target -> the command that serves the checkpoint in a folder, with a window of so many positions."""
+"""Target -> function of (folder, context window in positions) that returns the command to serve the checkpoint."""

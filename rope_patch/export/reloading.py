@@ -1,8 +1,8 @@
-"""Loading an exported checkpoint in a process that has never seen this package, and comparing its logits.
+"""Loading an exported checkpoint in a process without this package, and comparing its logits.
 
-A row of random tokens is read twice: where it begins a text, and with its second half at the end of the window, so that
-far distances are compared too, and what a rescaling does to long texts alone. A mask goes with these positions: without
-one Transformers takes a gap for the beginning of another text.
+The model reads a sequence of random tokens twice: at positions from 0 on, and with its second half at the end of the
+context window. The second compares far distances, and RoPE scaling that only changes long sequences. It has an
+attention mask, because without one Transformers takes a gap in position IDs for the beginning of another sequence.
 """
 
 import subprocess
@@ -19,9 +19,9 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 TOKENS = 512
-"""Longest row that is compared."""
-_KEPT = 64  # logits of so many last tokens: those of a whole row of a large vocabulary are gigabytes
-# largest difference over the standard deviation of the logits. A wrong rope type is off by 0.8 or more; merging rounds
+"""Most tokens that are compared."""
+_KEPT = 64  # last tokens whose logits are kept: with a large vocabulary those of all tokens are gigabytes
+# largest difference over the standard deviation of the logits. A wrong rope type differs by 0.8 or more. Merging rounds
 # weights of half precision once more, and kernels of 4-bit weights compute in half precision
 _TOLERANCE = 0.01
 _TOLERANCE_HALF = 0.25
@@ -44,13 +44,13 @@ torch.save(logits, result)
 
 @dataclass(frozen=True)
 class Reference:
-    """What a model says to a row of random tokens.
+    """Logits of a model for a sequence of random tokens.
 
     Args:
-        rows: inputs of the model, with `input_ids` [1, n_tokens]; a far row, if there is one, in front.
+        rows: inputs of the model, each with `input_ids` [1, n_tokens]; the one at the end of the window, if any, first.
         logits: of the last tokens of each, float32, [kept, vocabulary], on the CPU.
-        device: that they were computed on.
-        last: position of the farthest token.
+        device: on which they were computed.
+        last: largest position.
     """
 
     rows: list[dict[str, torch.Tensor]]
@@ -60,16 +60,16 @@ class Reference:
 
     @property
     def n_tokens(self) -> int:
-        """In a row."""
+        """Tokens of a sequence."""
         return self.rows[0]["input_ids"].shape[1]
 
 
 @torch.no_grad()
 def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference:
-    """The logits of `model` in evaluation mode, which it is put back from.
+    """The logits of `model` in evaluation mode; its training mode is then restored.
 
     Raises:
-        ValueError: they are not finite, so that there is nothing to compare with.
+        ValueError: the logits are not finite, so that there is nothing to compare with.
     """
     n_tokens = TOKENS if window is None else min(TOKENS, window)
     device = next(model.parameters()).device
@@ -86,37 +86,35 @@ def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference
     model.eval()
     try:
         if window is not None and window > n_tokens:
-            far = _at_both_ends(near, window)
+            positions = torch.arange(n_tokens)
+            positions[n_tokens // 2 :] += window - n_tokens
+            far = {
+                **near,
+                "position_ids": positions[None],
+                "attention_mask": torch.ones(1, n_tokens, dtype=torch.int64),
+            }
             try:
-                # before the near row, after which a table of frequencies that grows is what it was
+                # dynamic RoPE grows its frequencies here and resets them in the near sequence: the order matters
                 logits, rows, last = [logits_of(far)], [far, near], window - 1
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, RuntimeError, IndexError):
-                logger.info("%s takes no positions: near ones alone are compared.", type(model).__name__)
+                logger.info("%s takes no position IDs: positions from 0 on are compared.", type(model).__name__)
         logits.append(logits_of(near))
     finally:
         for module in training:
             module.training = True
-    if not all(of_row.isfinite().all() for of_row in logits):
+    if not all(row.isfinite().all() for row in logits):
         raise ValueError(
-            f"the model's own logits for a row of {n_tokens} random tokens are not finite: its weights are not finite, "
-            f"as after a training that has diverged, or its numbers overflow in {next(model.parameters()).dtype}. "
-            "Export an earlier checkpoint, or without the check (--no-check, or check=False in Python)."
+            f"the model's own logits for {n_tokens} random tokens are not finite: its training has diverged, or its "
+            f"numbers overflow in {next(model.parameters()).dtype}. Export an earlier checkpoint, or export without "
+            "the check (--no-check, or check=False in Python)."
         )
     return Reference(rows, logits, str(device), last)
 
 
-def _at_both_ends(row: dict[str, torch.Tensor], window: int) -> dict[str, torch.Tensor]:
-    """The row with its first half at the beginning of the window, and its second half at the end."""
-    n_tokens = row["input_ids"].shape[1]
-    positions = torch.arange(n_tokens)
-    positions[n_tokens // 2 :] += window - n_tokens
-    return {**row, "position_ids": positions[None], "attention_mask": torch.ones(1, n_tokens, dtype=torch.int64)}
-
-
 def require_same_logits(folder: Path, causal_lm: Any, reference: Reference) -> float:
-    """The largest difference of logits between the checkpoint in `folder` and the model that it was made of.
+    """The largest difference between the logits of the checkpoint in `folder` and those of the exported model.
 
     Raises:
         RuntimeError: the checkpoint cannot be loaded, or is another model.
@@ -124,9 +122,8 @@ def require_same_logits(folder: Path, causal_lm: Any, reference: Reference) -> f
     with tempfile.TemporaryDirectory() as scratch:
         rows, result = Path(scratch) / "rows.pt", Path(scratch) / "logits.pt"
         torch.save(reference.rows, rows)
-        # the other process runs in a folder of its own
         arguments = [
-            folder.resolve(),
+            folder.resolve(),  # the process runs in `scratch`
             rows,
             result,
             type(causal_lm).__name__,
@@ -146,7 +143,7 @@ def require_same_logits(folder: Path, causal_lm: Any, reference: Reference) -> f
     tolerance = _TOLERANCE if is_exact else _TOLERANCE_HALF
     if not difference <= tolerance * spread:  # also where it is NaN
         raise RuntimeError(
-            f"the exported checkpoint is another model than the one that was given: logits differ by {difference:.3g}, "
-            f"and their standard deviation is {spread:.3g}. Nothing was written. Please report this."
+            f"the exported checkpoint is another model: its logits differ by {difference:.3g}, and their standard "
+            f"deviation is {spread:.3g}. Nothing was written. Please report this."
         )
     return difference

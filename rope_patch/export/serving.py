@@ -1,4 +1,4 @@
-"""Which programs serve a checkpoint right, and with which command; which of them serve it wrong."""
+"""Which programs serve a checkpoint right, with which command, and which serve it wrong."""
 
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,21 @@ _TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp", "mlx": 
 
 
 def serving_of(config: Any, window: int | None, target: str | None) -> Serving:
-    """What `PROGRAMS` make of a checkpoint with this text config.
+    """Which of `PROGRAMS` serve a checkpoint right.
 
     Args:
-        config: as it is saved.
-        window: of the model, in positions.
-        target: the program that the checkpoint was exported for; None for one that was not exported.
+        config: text config of the checkpoint.
+        window: context window, in positions.
+        target: the program that the checkpoint was exported for; None if it was not exported.
     """
     commands: list[tuple[str, tuple[str, ...]]] = []
     wrong: list[tuple[str, str]] = []
     for program, title in _TITLES.items():
         outcomes = wrong_outcomes(program, config)
-        hopeless = [outcome for outcome in outcomes if not outcome.folds]
-        if hopeless:
-            wrong += [(title, outcome.reason) for outcome in hopeless]
-        # what is folded is folded by `export`, and a GGUF is written by it
+        reasons = [outcome.reason for outcome in outcomes if not outcome.folds]
+        if reasons:
+            wrong += [(title, reason) for reason in reasons]
+        # other checkpoints need `export`, which folds attention factors and writes GGUF files
         elif program == target or (target is not None and not outcomes and program != "llama.cpp"):
             commands.append((title, (PROGRAMS[program](HERE, window),)))
         else:

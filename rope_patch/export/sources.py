@@ -1,8 +1,9 @@
-"""What is exported: a loaded model, or a checkpoint or adapter in a folder or on the hub."""
+"""Loading the checkpoint or adapter that is exported, from a folder or from the hub."""
 
 from pathlib import Path
 
 from torch import nn
+from transformers.utils import find_adapter_config_file
 
 from ..adapters.sidecar import SIDECAR_NAME, read_adapter_config, require_no_lost_sidecar, require_no_named_adapters
 from ..checkpoints.checked_loading import load_checkpoint, with_adapter
@@ -10,21 +11,25 @@ from ..checkpoints.weights_in_parts import require_whole_weights
 
 
 def load(source: str | Path, revision: str | None = None) -> nn.Module:
-    """The model in `source` on the CPU; for an adapter its base model with the adapter and the RoPE of its training.
+    """Load the model in `source` on the CPU. An adapter comes on its base model, with the RoPE of its training.
 
     Args:
-        source: folder or hub id.
-        revision: of a model on the hub, None for "main".
+        source: folder or hub ID.
+        revision: of a model on the hub; None is "main".
 
     Raises:
-        OSError: there is none, adapters by name, or an adapter without its weights or the file that says its RoPE.
-        ValueError: its weights are in parts, damaged, or not all that the model has.
+        OSError: there is no model, only named adapters in subfolders, or an adapter without weights or sidecar.
+        ValueError: the weights are in parts, damaged or incomplete.
     """
     folder = Path(source)
     require_whole_weights(folder, "model")
     if not (folder / "adapter_config.json").is_file():
         if not folder.is_dir():
-            _require_no_adapter(str(source), revision)
+            if find_adapter_config_file(str(source), revision=revision) is not None:
+                raise ValueError(
+                    f"{source} is an adapter on the hub: download it with huggingface_hub.snapshot_download and name "
+                    "the folder."
+                )
         elif not (folder / "config.json").is_file():
             require_no_named_adapters(folder)
         return load_checkpoint(source, revision=revision)
@@ -48,12 +53,3 @@ def base_of(adapter: Path) -> str:
             "id there, or load it, put the adapter on it with load_adapter, and give rope_patch.export the model."
         )
     return named
-
-
-def _require_no_adapter(name: str, revision: str | None) -> None:
-    from transformers.utils import find_adapter_config_file
-
-    if find_adapter_config_file(name, revision=revision) is not None:
-        raise ValueError(
-            f"{name} is an adapter on the hub: download it with huggingface_hub.snapshot_download and name the folder."
-        )

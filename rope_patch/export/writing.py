@@ -1,4 +1,4 @@
-"""Writing weights shard by shard, into a folder that gets its name when it is whole."""
+"""Writing weights in shards, into a folder that gets its name when it is complete."""
 
 import json
 import os
@@ -24,27 +24,25 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, whose files are those of `folder` when the block ends.
+    """A temporary folder to write into, whose files become those of `folder` when the block ends.
 
-    If it raises, they are deleted, and so are the folders around `folder` that were made for it.
-
-    A folder that is there and empty stays the same one: it may be a mount, the folder that the user is in, or at the
-    other end of a link.
+    If the block raises, they are deleted, with the parents of `folder` that were made. An empty `folder` that exists is
+    filled and not replaced: it may be a mount, the working directory, or the target of a link.
 
     Raises:
-        FileExistsError: `folder` is a file, or holds something.
+        FileExistsError: `folder` is a file, or is not empty.
         FullDisk: it cannot be written.
     """
-    for left in unfinished_folders(folder):
+    for unfinished in unfinished_folders(folder):
         logger.warning(
-            f"{left} is what a process that was killed has left of {folder}, or what one that still runs is writing: "
-            "delete it if none does."
+            f"{unfinished} was left by a process that was killed while it wrote {folder}, or another process is "
+            "writing it now: delete it if no process is."
         )
-    is_there = folder.exists()
-    if is_there and (not folder.is_dir() or any(folder.iterdir())):
+    exists = folder.exists()
+    if exists and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder: name a new one to export to.")
     named, folder = folder, folder.resolve()
-    around = folder if is_there else folder.parent
+    around = folder if exists else folder.parent
     with without_empty_folders(around):
         around.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=around))
@@ -53,8 +51,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             written.mkdir()
             with disk_full_errors(named):
                 yield written
-            if is_there:
-                # the config last, by which a checkpoint is known: this may be killed half-way
+            if exists:
+                # the config last: if this is killed half-way, the folder is no checkpoint
                 for file in sorted(written.iterdir(), key=lambda file: file.name == "config.json"):
                     file.rename(folder / file.name)
             else:
@@ -64,7 +62,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def unfinished_folders(folder: Path) -> list[Path]:
-    """What calls of `whole_folder` for `folder` have left whose process was killed, and those that still run."""
+    """Temporary folders of `whole_folder` for `folder`, of processes that were killed or still run."""
     folder = folder.resolve()
     around = [place for place in (folder, folder.parent) if place.is_dir()]
     return [path for place in around for path in place.iterdir() if path.name.startswith(_prefix(folder))]
@@ -74,14 +72,8 @@ def _prefix(folder: Path) -> str:
     return f".{folder.name}-unfinished-"
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def by_layer(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Weights in groups: those of one layer together, as files may hold several of them as one or one as several."""
+    """Weights grouped by layer, because converting them to the form of the files may join or split them."""
 
     def layer(item: tuple[str, torch.Tensor]) -> str:
         match = _LAYER.match(item[0])
@@ -92,7 +84,7 @@ def by_layer(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, 
 
 
 class ShardWriter:
-    """Writes tensors into safetensors files of at most `max_bytes`, unless one tensor is larger.
+    """Writes tensors into safetensors files of at most `max_bytes` each, unless one tensor is larger.
 
     Args:
         folder: to write into.
@@ -108,7 +100,7 @@ class ShardWriter:
         self.files: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write `tensor` with this shard, or begin the next one with it."""
+        """Put `tensor` into this shard or, if that is full, into the next one."""
         size = tensor.numel() * tensor.element_size()
         if self.shard and self.shard_bytes + size > self.max_bytes:
             self._flush()
@@ -117,13 +109,17 @@ class ShardWriter:
         self.total_bytes += size
 
     def finish(self) -> None:
-        """Write the last shard and, if there are several, which file holds which tensor."""
+        """Write the last shard and, if there are several, the index of which file holds which tensor."""
         self._flush()
         count = len(self.files)
-        names = ["model.safetensors"] if count == 1 else [_name(i, count) for i in range(count)]
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if count == 1:
+            names = ["model.safetensors"]
+        umask = os.umask(0)  # can only be read by setting it
+        os.umask(umask)
         for i, name in enumerate(names):
-            (self.folder / _unfinished(i)).chmod(0o666 & ~_umask())  # safetensors writes it for the owner alone
-            (self.folder / _unfinished(i)).rename(self.folder / name)
+            (self.folder / f"shard-{i}").chmod(0o666 & ~umask)  # safetensors makes files that only the owner can read
+            (self.folder / f"shard-{i}").rename(self.folder / name)
         if count > 1:
             index: dict[str, Any] = {
                 "metadata": {"total_size": self.total_bytes},
@@ -135,14 +131,6 @@ class ShardWriter:
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self.shard, self.folder / _unfinished(len(self.files)), metadata={"format": "pt"})
+        save_file(self.shard, self.folder / f"shard-{len(self.files)}", metadata={"format": "pt"})
         self.files.append(list(self.shard))
         self.shard, self.shard_bytes = {}, 0
-
-
-def _unfinished(i: int) -> str:
-    return f"shard-{i}"
-
-
-def _name(i: int, count: int) -> str:
-    return f"model-{i + 1:05d}-of-{count:05d}.safetensors"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..views.base import View
 from .cache_arguments import tokens_in
 from .drawn_view import DrawnView, IndexTable
 
@@ -45,21 +44,17 @@ def forget_draws(cache: Any) -> None:
 
 def _require_true_positions(draws: DrawnView | IndexTable) -> None:
     """Raise ValueError if keys that were cached under `draws` are at other indices than their positions."""
-    if isinstance(draws, IndexTable):
-        raise ValueError(why_other_indices("explicit indices (rope_view(index=...))", "none are"))
-    if isinstance(draws, DrawnView) and draws.view.perturbs:
-        raise ValueError(why_other_view(draws.view, "no view is"))
+    if isinstance(draws, IndexTable) or draws.view.perturbs:
+        raise ValueError(why_other_indices(draws, "no view is"))
 
 
-def why_other_view(filled: View, now: str) -> str:
-    """Why a cache that was filled under a view is refused: `now` says what is in force instead."""
-    return why_other_indices(f"the RoPE indices of {filled!r}", now)
-
-
-def why_other_indices(filled: str, now: str) -> str:
-    """Why a cache with keys at indices `filled` is refused: `now` says what is in force instead."""
+def why_other_indices(filled: DrawnView | IndexTable, now: str) -> str:
+    """Why a cache with keys at indices of `filled` is refused: `now` says what is in force instead."""
+    indices = "explicit indices (rope_view(index=...))"
+    if isinstance(filled, DrawnView):
+        indices = f"the RoPE indices of {filled.view!r}"
     return (
-        f"the cache holds keys at {filled}, and {now} in force now: attention would mix the two. "
+        f"the cache holds keys at {indices}, and {now} in force now: attention would mix the two. "
         "Decode under the view that filled the cache, or start from an empty one."
     )
 

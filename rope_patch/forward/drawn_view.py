@@ -22,7 +22,7 @@ class Batch:
     training: bool
     ids: torch.Tensor | None = None  # [rows, seq_len]; None where the call has embeddings
     cache: Any = None
-    compresses: bool = False  # rotary modules may be asked for positions of compressed keys, not of tokens
+    compresses: bool = False  # rotary modules may get positions of compressed keys, not of tokens
 
 
 class ForwardIndex(Protocol):
@@ -107,21 +107,23 @@ class IndexTable:
 
     Compressed keys, as in DeepSeek-V4, stand for windows of tokens. Their position is that of the window's first token,
     which may be in an earlier forward, and they get its index. In a forward of one token, both kinds of positions have
-    one shape, so that they are told apart by their values: `own` are the positions of the tokens.
+    one shape and are told apart by their values: `positions` are those of the tokens.
     """
 
     index: torch.Tensor
     table: torch.Tensor
-    own: torch.Tensor | None = None  # [1 or batch, seq_len]; None if keys are not compressed
+    positions: torch.Tensor | None = None  # [1 or batch, seq_len]; None if keys are not compressed
     continues: bool = False  # a cache holds earlier tokens
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
         n_asked, n_tokens = position_ids.shape[-1], self.index.shape[-1]
-        if self.own is None and n_asked != n_tokens:
+        if self.positions is None and n_asked != n_tokens:
             raise ValueError(
                 f"index holds {n_tokens} RoPE indices a row, but a rotary module of this model asked for {n_asked}. "
                 "Use a view, which is a function of positions, instead."
             )
-        if self.own is None or (n_asked == n_tokens and bool((position_ids == self.own.to(position_ids)).all())):
+        if self.positions is None or (
+            n_asked == n_tokens and bool((position_ids == self.positions.to(position_ids)).all())
+        ):
             return self.index
         return self.table.gather(1, position_ids.to(self.table.device).expand(self.table.shape[0], -1))

@@ -26,7 +26,8 @@ class ForwardLock:
         if self._owner is threading.current_thread():
             return  # an interrupt left a forward without `release`
         while not self._lock.acquire(timeout=0.5):
-            if self._owner is not None and not _is_inside(self._owner, decoder):
+            calls = [] if self._owner is None else [f for f in frames(self._owner) if f.f_code.co_name == "_call_impl"]
+            if self._owner is not None and all(call.f_locals.get("self") is not decoder for call in calls):
                 break  # an interrupt took the owner out of its forward without `release`
         self._owner = threading.current_thread()
 
@@ -35,8 +36,3 @@ class ForwardLock:
         if self._owner is threading.current_thread():
             self._owner = None
             self._lock.release()
-
-
-def _is_inside(thread: threading.Thread, module: nn.Module) -> bool:
-    """Whether a call of `module` is on the stack of `thread`."""
-    return any(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in frames(thread))

@@ -179,17 +179,18 @@ class RotaryEntry:
             current.write(module)
         drawn = self.state.drawn
         self.by_layer = {}
-        if drawn is None or _layer_type(args, kwargs) in self.state.local.types:
-            self._by_whole_rows(module, args, kwargs)
+        picks = any(depends_on_length(t) for t in rope_types(module))
+        if picks and self.state.shard is not None:
+            self._choose_by_whole_rows(module, args, kwargs)
+        # None in families that call the module once for all layers
+        layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
+        if drawn is None or layer_type in self.state.local.types:
             return None
         view = drawn.view if isinstance(drawn, DrawnView) else None
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         x = kwargs["x"] if "x" in kwargs else args[0]
         stays = self.state.local.layers if view is None or (view.perturbs and not view.names_layers) else ()
-        picks = any(depends_on_length(t) for t in rope_types(module))
         # `forward`, because calling the module would run this hook again
-        if picks and self.state.shard is not None:
-            self._choose_by_whole_rows(module, args, kwargs)
         at_true_positions = module.forward(*args, **kwargs) if stays or picks else None
         if picks:
             # dynamic RoPE chooses frequencies by max(position_ids); it has seen the true ones, so freeze that choice
@@ -200,10 +201,10 @@ class RotaryEntry:
             for name, inv_freq in self.frequencies.items():
                 module._buffers[name] = drawn.view.frequencies(inv_freq, drawn.parameters)
         if isinstance(drawn, DrawnView) and drawn.view.layerwise:
-            for layers, of_layers in drawn.by_layer(module.config.num_hidden_layers):
-                embeddings = module.forward(x, self._index(of_layers, position_ids).to(x.device))
+            for layers, layer_drawn in drawn.by_layer(module.config.num_hidden_layers):
+                embeddings = module.forward(x, self._index(layer_drawn, position_ids).to(x.device))
                 self.by_layer.update(dict.fromkeys(layers, embeddings))
-                drawn = of_layers  # any group will do for the call itself: no layer uses its output
+                drawn = layer_drawn  # any group will do for the call itself: no layer uses its output
         self.by_layer.update(dict.fromkeys(stays, at_true_positions))
         rope_index = self._index(drawn, position_ids).to(x.device)
         if "position_ids" in kwargs:
@@ -215,13 +216,8 @@ class RotaryEntry:
         shard = self.state.shard
         return drawn(position_ids) if shard is None else shard.local(drawn(shard.positions))
 
-    def _by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Give ranks that share a sequence the same frequencies at true positions."""
-        if self.state.shard is not None and any(depends_on_length(t) for t in rope_types(module)):
-            self._choose_by_whole_rows(module, args, kwargs)
-
     def _choose_by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let dynamic RoPE choose frequencies by the positions of whole sequences, and freeze that choice."""
+        """Let dynamic RoPE choose frequencies by whole sequences, so that ranks which share one have the same."""
         assert self.state.shard is not None
         positions = self.state.shard.positions
         if "position_ids" in kwargs:
@@ -260,22 +256,15 @@ class RotaryExit:
         return None if output is None else LayerwiseEmbeddings.of(output, by_layer)
 
 
-def _let_graphs_see_hooks() -> None:
-    """Make torch.compile check for hooks that were added or removed, also in graphs that exist already.
-
-    By default Dynamo assumes that no hook is added after the first call. A view would then have no effect, and a graph
-    that was traced with a view would serve other models of the same class.
-    """
+def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState, patch: Callable[..., Any]) -> None:
+    """Register the hooks of a model that has none; `patch` is `patch_model`."""
     import torch._dynamo  # Transformers has imported it
 
+    # By default Dynamo assumes that no hook is added after the first call. A view would then have no effect, and a
+    # graph that was traced with a view would serve other models of the same class. The reset drops existing graphs.
     if torch._dynamo.config.skip_nnmodule_hook_guards:
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         torch._dynamo.reset()
-
-
-def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState, patch: Callable[..., Any]) -> None:
-    """Register the hooks of a model that has none; `patch` is `patch_model`."""
-    _let_graphs_see_hooks()
     decoder.register_forward_pre_hook(DecoderEntry(state, decoder, patch), with_kwargs=True)
     # always_call: if a forward raises, its view must end too, or the next forward would run under it
     decoder.register_forward_hook(DecoderExit(state), always_call=True)
@@ -303,13 +292,8 @@ def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], *, layers: bo
                     companion.pop(handle, None)
 
 
-def _layer_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """For which type of layers a rotary module is called; None in families that call it once for all."""
-    return kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-
-
 def _is_chunk_of_a_prompt(cache: Any) -> bool:
-    """Whether `generate` fills the cache by chunks, of which nothing but its own call tells."""
+    """Whether `generate` fills the cache in chunks, which only its frame on the stack shows."""
     if cache is None or torch.compiler.is_compiling() or tokens_in(cache):
         return False
     for frame in islice(frames(), 41):  # calls of modules and hooks lie between

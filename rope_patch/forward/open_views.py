@@ -15,14 +15,14 @@ S = TypeVar("S")
 _HERE: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("rope_patch_open_views", default=())
 
 
-class _OfThread(threading.local):
+class _ThreadStack(threading.local):
     """The open sources of one thread, innermost last; a copy has none."""
 
     def __init__(self) -> None:
         self.stack: tuple[object, ...] = ()
 
-    def __reduce__(self) -> "tuple[type[_OfThread], tuple[()]]":
-        return _OfThread, ()
+    def __reduce__(self) -> "tuple[type[_ThreadStack], tuple[()]]":
+        return _ThreadStack, ()
 
 
 class OpenSources(Generic[S]):
@@ -30,7 +30,7 @@ class OpenSources(Generic[S]):
 
     def __init__(self) -> None:
         self._everywhere: list[S] = []
-        self._traced = _OfThread()
+        self._traced = _ThreadStack()
 
     def __reduce__(self) -> "tuple[type[OpenSources[S]], tuple[()]]":
         return OpenSources, ()

@@ -5,7 +5,7 @@ import torch
 from ..base.validators import require_integer
 from ..layout.documents import Documents, locate_documents
 from ..views.base import View
-from .cached_draws import draws_of, why_other_indices, why_other_view
+from .cached_draws import draws_of, why_other_indices
 from .draw_clock import DrawClock
 from .drawn_view import Batch, DrawnView, IndexTable
 
@@ -25,15 +25,18 @@ class ViewSource:
         """Draw for a forward; one that continues a cache keeps the draws that filled it."""
         last = draws_of(batch.cache)
         if batch.cached and last is not None:
-            if isinstance(last, IndexTable):
-                raise ValueError(why_other_indices("explicit indices (rope_view(index=...))", f"{self.view!r} is"))
+            if isinstance(last, IndexTable) or last.view != self.view:
+                raise ValueError(why_other_indices(last, f"{self.view!r} is"))
             return self._continued(last, batch)
         documents = locate_documents(
             batch.rows, batch.seq_len, batch.device, batch.position_ids, _current(batch.attention_mask, batch)
         )
         if batch.cached:
             # the cache was filled without a view, e.g. by prefix tuning: its tokens are the beginning of the document
-            before = _cached_tokens(batch)
+            mask: torch.Tensor | None = batch.attention_mask
+            before: torch.Tensor | int = batch.cached
+            if mask is not None and mask.ndim == 2 and mask.shape[1] >= batch.cached + batch.seq_len:
+                before = mask[:, : batch.cached].bool().sum(1, keepdim=True)  # without padding, [rows, 1]
             start = documents.start if batch.position_ids is None else documents.start - before
             documents = Documents(start, documents.length + before, documents.ordinal)
         if self.view.follows_progress and not self.clock.is_set:
@@ -44,9 +47,15 @@ class ViewSource:
                 "set_step(step, progress) before each step, with progress from 0 to 1 (rope_view has no progress). Or "
                 "leave out curriculum."
             )
+        longest = batch.cached + batch.seq_len
+        can_read = not torch.compiler.is_compiling() and batch.device.type != "meta"
+        if can_read and (batch.position_ids is not None or batch.attention_mask is not None):
+            longest = int(documents.length.max())
         # a fixed split may lie beyond all documents of one batch, but not beyond those of every batch
-        self.view.check_length(max(_longest(documents, batch), self.checked_length))
-        t = _in_document(batch, documents)
+        self.view.check_length(max(longest, self.checked_length))
+        t = _positions(batch) - documents.start  # [1 or rows, seq_len], index of each token in its document
+        current = _current(batch.attention_mask, batch)
+        t = t if current is None else t.masked_fill(~current.bool(), -1)
         key = self.clock.key_of(documents, batch.ids, t, batch.training)
         parameters = self.view.draw_for(batch.ids, t, documents, key)
         self.clock.tick()
@@ -55,8 +64,6 @@ class ViewSource:
 
     def _continued(self, last: DrawnView, batch: Batch) -> DrawnView:
         rows = last.documents.start.shape[0]
-        if last.view != self.view:
-            raise ValueError(why_other_view(last.view, f"{self.view!r} is"))
         if rows != batch.rows:
             raise ValueError(
                 f"decoding under a view continues with the {rows} rows that filled the cache, got {batch.rows} rows. "
@@ -78,7 +85,7 @@ class TableSource:
         """The part of the table for the tokens of this forward: those after what the cache holds."""
         filled = draws_of(batch.cache)
         if batch.cached and isinstance(filled, DrawnView) and filled.view.perturbs:
-            raise ValueError(why_other_view(filled.view, "explicit indices are"))
+            raise ValueError(why_other_indices(filled, "explicit indices are"))
         rows, tokens = self.index.shape
         end = batch.cached + batch.seq_len
         # in inference the rest of the table may be for tokens that are generated later
@@ -102,35 +109,8 @@ def _current(attention_mask: torch.Tensor | None, batch: Batch) -> torch.Tensor 
     return attention_mask[:, -batch.seq_len :]
 
 
-def _cached_tokens(batch: Batch) -> torch.Tensor | int:
-    """Tokens in the cache that are not padding, [rows, 1], as far as the mask tells."""
-    mask = batch.attention_mask
-    if mask is None or mask.ndim != 2 or mask.shape[1] < batch.cached + batch.seq_len:
-        return batch.cached
-    return mask[:, : batch.cached].bool().sum(1, keepdim=True)
-
-
 def _positions(batch: Batch) -> torch.Tensor:
     """True positions of the tokens of this forward, [1 or rows, seq_len]."""
     if batch.position_ids is not None:
         return batch.position_ids
     return torch.arange(batch.cached, batch.cached + batch.seq_len, device=batch.device)[None]
-
-
-def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
-    """Index of each token in its document, [1 or rows, seq_len], -1 on padding."""
-    positions = _positions(batch)
-    mask = _current(batch.attention_mask, batch)
-    t = positions - documents.start
-    return t if mask is None else t.masked_fill(~mask.bool(), -1)
-
-
-def _longest(documents: Documents, batch: Batch) -> int:
-    """Tokens of the longest document; in traced graphs, where values cannot be read, tokens of the row."""
-    if (
-        torch.compiler.is_compiling()
-        or batch.device.type == "meta"
-        or (batch.position_ids is None and batch.attention_mask is None)
-    ):
-        return batch.cached + batch.seq_len
-    return int(documents.length.max())

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from ..rescalings.in_place import RopeParameters
 from ..rope.rotary import find_decoder
 from .state import RopeState
 
-_VETTED = "_rope_patch_vetted"  # set on a trainer whose ref_model has been checked
+_CHECKED = "_rope_patch_reference_checked"  # set on a trainer whose ref_model has been checked
 
 
 def reference_of(trainer: Any) -> Any:
-    """The decoder of a trainer's `ref_model`, None if it has none of its own."""
+    """The decoder of a trainer's `ref_model`, None if it has none."""
     reference = getattr(trainer, "ref_model", None)
     return find_decoder(reference) if isinstance(reference, nn.Module) else None
 
@@ -35,7 +34,7 @@ def give_rope_to_reference(trainer: Any, decoder: Any, state: RopeState, patch: 
         ValueError: the `ref_model` has other frequencies for another reason or was already read, or vLLM samples
             replies from the model as it is saved.
     """
-    if getattr(trainer, _VETTED, False) or find_decoder(trainer.model) is not decoder:
+    if getattr(trainer, _CHECKED, False) or find_decoder(trainer.model) is not decoder:
         return
     if state.rescalings and getattr(trainer.args, "use_vllm", False):
         raise ValueError(
@@ -44,18 +43,18 @@ def give_rope_to_reference(trainer: Any, decoder: Any, state: RopeState, patch: 
         )
     reference = reference_of(trainer)
     if reference is not None and reference is not decoder:
-        of_model, of_reference = RopeParameters.of(decoder), RopeParameters.of(reference)
-        if not _alike(of_model, of_reference):
+        model_rope, reference_rope = RopeParameters.of(decoder), RopeParameters.of(reference)
+        if not _alike(model_rope, reference_rope):
             was_read = getattr(trainer.args, "precompute_ref_log_probs", False)
-            if state.start_rescalings or was_read or not _alike(state.native, of_reference):
+            if state.start_rescalings or was_read or not _alike(state.native, reference_rope):
                 raise ValueError(
                     "ref_model must have the RoPE frequencies that training begins with: model has "
-                    f"{of_model.rope_parameters}, ref_model {of_reference.rope_parameters}. Give it those of the model "
-                    "before training, as in patch_model(trainer.ref_model, 'yarn', factor=...), or train adapters, "
-                    "whose reference is the model itself."
+                    f"{model_rope.rope_parameters}, ref_model {reference_rope.rope_parameters}. Give it those of the "
+                    "model before training, as in patch_model(trainer.ref_model, 'yarn', factor=...), or train "
+                    "adapters, whose reference is the model itself."
                 )
             patch(trainer.ref_model, state.rescaling)
-    setattr(trainer, _VETTED, True)
+    setattr(trainer, _CHECKED, True)
 
 
 def _alike(parameters: RopeParameters, other: RopeParameters) -> bool:
@@ -85,12 +84,8 @@ def is_generating(cache: Any) -> bool:
         return False
     if torch.compiler.is_compiling():  # a graph does not see its caller; `generate` compiles forwards with a cache
         return cache is not None
-    return any(_is_generate(frame.f_code) for frame in frames())
-
-
-def _is_generate(code: CodeType) -> bool:
-    path = code.co_filename.replace("\\", "/")
-    return code.co_name == "generate" and path.endswith("transformers/generation/utils.py")
+    files = (frame.f_code.co_filename for frame in frames() if frame.f_code.co_name == "generate")
+    return any(file.replace("\\", "/").endswith("transformers/generation/utils.py") for file in files)
 
 
 def running_trainer(*methods: str) -> Any:

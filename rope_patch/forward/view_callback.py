@@ -131,8 +131,8 @@ def _require_supported(trainer: Any, view: View) -> bool:
         (c.__name__ for c in classes if c.__module__.startswith(("trl.", "llamafactory.")) and c.__name__ in _PAIRS),
         None,
     )
-    of_trl = next((c.__name__ for c in classes if c.__module__.startswith("trl.")), None)
-    if of_trl not in (None, "_BaseTrainer", *_PAIRS):
+    trl_class = next((c.__name__ for c in classes if c.__module__.startswith("trl.")), None)
+    if trl_class not in (None, "_BaseTrainer", *_PAIRS):
         raise ValueError(
             f"views under {name} are not supported: it is not known which of its forwards need the same draw. Use "
             f"transformers.Trainer, {', '.join(_PAIRS)} or RopeSFTTrainer, or patch only a rescaling."
@@ -183,11 +183,11 @@ def _share_view(trainer: Any, decoder: nn.Module, state: RopeState, patch: Patch
         return
     assert state.source is not None
     before = state_of(reference)
-    own = before.source if before is not None and before.leader is None else None
-    if own is not None and own.view != state.source.view:
+    former = before.source if before is not None and before.leader is None else None
+    if former is not None and former.view != state.source.view:
         raise ValueError(
-            f"ref_model has view {own.view!r} and model has {state.source.view!r}: do not patch ref_model with a view, "
-            "it gets that of the model."
+            f"ref_model has view {former.view!r} and model has {state.source.view!r}: do not patch ref_model with a "
+            "view, it gets that of the model."
         )
     patch(reference, state.source.view)
     shared = state_of(reference)

@@ -1,4 +1,4 @@
-"""The model card beside a checkpoint: what it was made of, how to load it and which programs serve it right.
+"""The model card beside a checkpoint: how the model was made, how to load it and which programs serve it right.
 
 Import from this package.
 """

@@ -1,4 +1,4 @@
-"""Which model a checkpoint was made of, as a page may name it: by its id on the hub, and never by a path."""
+"""The base model of a checkpoint, as a card may name it: by its hub ID or folder name, never by a path."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -14,12 +14,12 @@ _CACHED = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]")
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A model as a page may name it.
+    """A model as a card may name it.
 
     Args:
-        name: its id on the hub, or the name of the folder that it was loaded from.
-        is_on_hub: which of the two.
-        license: as its own card says, "" where there is none on this machine.
+        name: hub ID, or name of the folder that it was loaded from.
+        is_on_hub: whether `name` is a hub ID.
+        license: from its model card; "" if that is not on this machine.
         revision: branch, tag or commit on the hub that was loaded; "" for "main".
     """
 
@@ -30,11 +30,11 @@ class BaseModel:
 
     @classmethod
     def of(cls, name_or_path: str, revision: str | None = None) -> Self | None:
-        """What `from_pretrained` was given; None for a model that was loaded from nowhere.
+        """The model that `from_pretrained` loads.
 
         Args:
-            name_or_path: hub id or folder.
-            revision: of a model on the hub; None is "main". Of a folder it says nothing and is left out.
+            name_or_path: hub ID or folder; "" for a model that was not loaded, which gives None.
+            revision: of a model on the hub; None is "main". Ignored for a folder.
         """
         if not name_or_path:
             return None
@@ -51,13 +51,13 @@ class BaseModel:
         return cls(name_or_path, True, license_, "" if revision in (None, "main") else revision)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, which `from_dict` takes back."""
+        """JSON values, for `from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """What `to_dict` wrote."""
-        is_on_hub = values["is_on_hub"] and _is_repo_id(values["name"])  # which a link leads to
+        """The model from values of `to_dict`."""
+        is_on_hub = values["is_on_hub"] and _is_repo_id(values["name"])  # the card links to it
         return cls(values["name"], is_on_hub, values.get("license", ""), values.get("revision", ""))
 
 
@@ -77,6 +77,6 @@ def _license_in(page: Path) -> str:
         return ""
     try:
         named = ModelCard.load(page).data.license
-    except (ValueError, yaml.YAMLError, RecursionError):  # metadata that are none
+    except (ValueError, yaml.YAMLError, RecursionError):  # damaged metadata
         return ""
     return named if isinstance(named, str) else ""

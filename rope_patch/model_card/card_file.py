@@ -1,4 +1,4 @@
-"""Writing the page into a folder, without writing over one that somebody has written or edited."""
+"""Writing the card into a folder, without replacing one that a user wrote or edited."""
 
 import hashlib
 import re
@@ -14,7 +14,7 @@ _MARK = re.compile(r"\n<!-- Written by rope-patch \((\w+)\)[^\n]*-->\n")
 
 
 def has_card_of_user(folder: Path) -> bool:
-    """Whether the folder has a page that this package did not write, or that was changed since."""
+    """Whether README.md in `folder` was not written by this package, or was changed since."""
     page = folder / CARD_NAME
     if not page.is_file():
         return False
@@ -29,17 +29,17 @@ def write_card(folder: Path, text: str, *, keep: bool) -> Path:
     Args:
         folder: of the checkpoint.
         text: of the card.
-        keep: whether README.md is the user's, as `has_card_of_user` says it before anything is saved into the folder.
-            The card then gets another name, and a warning says so.
+        keep: whether README.md is the user's, from `has_card_of_user` before anything is saved into the folder. The
+            card then gets another name, and a warning says so.
     """
     page = folder / (OTHER_CARD_NAME if keep else CARD_NAME)
     if keep:
         logger.warning(
-            f"{folder / CARD_NAME} was not written by rope-patch, or was changed since: it is kept, and the card of "
+            f"{folder / CARD_NAME} was not written by rope-patch, or was changed since. It is kept, and the card of "
             f"this model is in {OTHER_CARD_NAME} beside it."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    note = "it is written anew with the model, unless it was changed by then."
+    note = "saving the model writes it again, unless it was changed."
     page.write_text(f"{text}\n<!-- Written by rope-patch ({_digest(text)}): {note} -->\n", encoding="utf-8")
     return page
 

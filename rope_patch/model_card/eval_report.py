@@ -1,4 +1,4 @@
-"""The figures of a report of `rope-patch eval`, for the card of one of the models that it measured."""
+"""Figures of a report of `rope-patch eval`, for the card of a model that it measured."""
 
 import math
 import os
@@ -10,19 +10,19 @@ from ..base.json_records import read_record
 
 _STORED = "results.json"
 _REPORT_FOLDER = "rope-patch-report"
-# conditions of the figures; the others name models and texts by their paths
+# settings that a card shows; the others name models and texts by their paths
 _CONDITIONS = ("held-out rows", "prompt lengths", "prompts", "dtype", "device", "rope-patch", "transformers")
 
 
 @dataclass(frozen=True)
 class EvalFigures:
-    """What a report says of several models.
+    """Figures of the models of a report.
 
     Args:
         labels: of the models, in the order of the report.
-        own: the label of the model of the card, None where the report does not say which it is.
-        rows: (figure, value of each label: None where it was not measured, NaN where what was is no number).
-        conditions: under which it was measured, name and value.
+        own: label of the card's model; None if the report does not say which it is.
+        rows: (figure, value for each label). A value is None if it was not measured, and NaN if the result was NaN.
+        conditions: (name, value) of settings of the measurement.
     """
 
     labels: tuple[str, ...]
@@ -32,11 +32,15 @@ class EvalFigures:
 
     @classmethod
     def read(cls, report: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None) -> Self:
-        """The figures in `report`, its folder or its results.json, of which one model may be that of `checkpoint`.
+        """Read a report.
+
+        Args:
+            report: its folder or its results.json.
+            checkpoint: folder of the card's model, which the report may have measured.
 
         Raises:
             FileNotFoundError: there is no report.
-            ValueError: the file is none of a report.
+            ValueError: the file is not a report.
         """
         file = Path(report)
         file = file / _STORED if file.is_dir() else file
@@ -48,15 +52,21 @@ class EvalFigures:
             stored = read_record(file, "Measure again, or name another report.")
             settings, summary = stored["settings"], stored["summary"]
             labels = tuple(dict.fromkeys(label for row in summary for label in row["values"]))
-            rows = tuple((row["figure"], tuple(_figure(row["values"], label) for label in labels)) for row in summary)
+            rows = tuple((row["figure"], tuple(_value(row["values"], label) for label in labels)) for row in summary)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"report: {file} is not what `rope-patch eval` writes: {error!r}.") from error
         conditions = tuple((name, str(settings[name])) for name in _CONDITIONS if settings.get(name) is not None)
-        return cls(labels, _label_of(settings, labels, checkpoint), rows, conditions)
+        own = None
+        if checkpoint is not None:
+            wanted = Path(checkpoint).resolve()
+            # settings have "model LABEL": "LABEL=FOLDER@METHOD..."
+            folders = {label: str(settings.get(f"model {label}", "")).removeprefix(f"{label}=") for label in labels}
+            own = next((label for label in labels if folders[label] and Path(folders[label]).resolve() == wanted), None)
+        return cls(labels, own, rows, conditions)
 
     @classmethod
     def beside(cls, checkpoint: str | os.PathLike[str]) -> Self | None:
-        """Those of a report in a checkpoint's folder, or in the folder around it if it measured that checkpoint."""
+        """The figures of a report in the checkpoint's folder, or beside the folder if it measured the checkpoint."""
         folder = Path(checkpoint)
         inside, around = folder / _REPORT_FOLDER, folder.resolve().parent / _REPORT_FOLDER
         if (inside / _STORED).is_file():
@@ -67,19 +77,7 @@ class EvalFigures:
         return None
 
 
-def _figure(values: dict[str, Any], label: str) -> float | None:
+def _value(values: dict[str, Any], label: str) -> float | None:
     if label not in values:
         return None
     return math.nan if values[label] is None else float(values[label])
-
-
-def _label_of(settings: dict[str, Any], labels: tuple[str, ...], checkpoint: Any) -> str | None:
-    """The label whose model is the folder of the checkpoint: settings have "LABEL=FOLDER@METHOD..." of each."""
-    if checkpoint is None:
-        return None
-    wanted = Path(checkpoint).resolve()
-    for label in labels:
-        named = str(settings.get(f"model {label}", "")).removeprefix(f"{label}=")
-        if named and Path(named).resolve() == wanted:
-            return label
-    return None

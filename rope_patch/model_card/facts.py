@@ -1,7 +1,8 @@
-"""What a card tells of a model, gathered from the model and from the record of its training."""
+"""The facts of a card, gathered from a model and from its training record."""
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ..adapters.watch import base_revision
 from ..forward.config_checks import text_config
-from ..forward.state import state_of
+from ..forward.state import RopeState, state_of
 from ..methods import resolve_rescaling
 from ..rope.rotary import find_causal_lm, find_decoder
 from ..views.base import TRUE_POSITIONS
@@ -23,27 +24,28 @@ from .eval_report import EvalFigures
 from .markdown import code, text
 
 Rows = tuple[tuple[str, str], ...]
-"""Name and value of each line of a table."""
+"""(name, value) of each line of a table."""
 
 LOADERS = {
     "AutoModelForCausalLM": (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "text-generation"),
     "AutoModelForImageTextToText": (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "image-text-to-text"),
     "AutoModelForMultimodalLM": (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, "any-to-any"),
 }
-"""Classes of Transformers that load a model, with the architectures that each knows and the hub's name of its task."""
+"""Class of Transformers that loads a model -> (the architectures that it knows, name of the task on the hub)."""
 
 _LONGEST_LIST = 8  # numbers: LongRoPE has one for each frequency
-_TOLD_APART = ("format", "rope_patch_version", "objective", "objective_args", "view", "view_args", "trainable", "run")
+# entries of a run that have lines for themselves, or none
+_SHOWN_APART = ("format", "rope_patch_version", "objective", "objective_args", "view", "view_args", "trainable", "run")
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What each program makes of a checkpoint.
+    """Which programs serve a checkpoint right.
 
     Args:
-        commands: (program, commands that serve it right), run where the checkpoint lies.
-        wrong: (program, what it does instead), of those that serve it wrong without an error.
-        is_tested: whether the programs were run with this family.
+        commands: (program, commands that serve it right, in the folder of the checkpoint).
+        wrong: (program, what it does instead) for programs that serve it wrong without an error.
+        is_tested: whether the programs were tested with this model type.
     """
 
     commands: tuple[tuple[str, tuple[str, ...]], ...]
@@ -53,26 +55,25 @@ class Serving:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card tells.
+    """The facts of a card.
 
     Args:
-        base: the model that it was made of, None where that is not known.
-        is_adapter: whether the folder holds an adapter, and not a whole model.
-        loader: the class of Transformers that loads it.
-        base_revision: of the model that an adapter was trained on, as the adapter records it, or else its training; ""
-            for none.
-        context: its window and its RoPE.
-        always_view: the view that is in force in inference too, as a call that makes it; "" for none.
+        base: the base model; None if it is not known.
+        is_adapter: whether the folder holds an adapter, not a whole model.
+        loader: class of Transformers that loads the model.
+        base_revision: of the base model of an adapter, from the adapter or its training record; "" if there is none.
+        context: table of context window and RoPE.
+        always_view: the view that also changes inference, as a Python call; "" if there is none.
         runs: a table for each training run, in order.
-        datasets: that it was trained on, as their names were given.
-        serving: by other programs; None for a model without RoPE, of which nothing is known.
-        figures: of a report, None without one.
-        citations: BibTeX.
+        datasets: names of the training sets.
+        serving: by other programs; None for a model without RoPE.
+        figures: of an evaluation report; None without one.
+        citations: BibTeX entries.
         tags: for the hub.
-        links: (name, address) of where a run is logged.
+        links: (name, address) of the logs of the run.
         has_tokenizer: whether the folder holds the tokenizer.
-        has_chat_template: whether that has a chat template.
-        has_own_code: whether the model comes with Python code of its own.
+        has_chat_template: whether the tokenizer has a chat template.
+        has_own_code: whether the model comes with Python code in its repository.
     """
 
     base: BaseModel | None
@@ -102,27 +103,32 @@ def facts_of(
     config: Any = None,
     revision: str | None = None,
 ) -> CardFacts:
-    """What is known of a model in memory.
+    """The facts of a model in memory.
 
     Args:
-        model: as it is, or will be, in the folder.
-        runs: as `read_runs` gives them.
-        is_adapter: whether its adapters are in the folder, and not the weights.
-        rescalings: method and options of each that was applied since the base model.
-        config: the text config that is saved, if it is another one than the model's.
-        revision: on the hub of a model that no training is recorded of, None for "main" or an adapter's.
+        model: in the state that is saved.
+        runs: from `read_runs`.
+        is_adapter: whether the folder holds the adapters alone.
+        rescalings: "method" and "options" of all rescalings since the base model.
+        config: the text config that is saved, if it is not the model's.
+        revision: of a model on the hub that has no training record; None is "main", or that of an adapter.
     """
     causal_lm = find_causal_lm(model)
-    of_adapters = base_revision(model)
-    base = base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path, of_adapters or revision)
-    recorded = of_adapters or ("" if base is None else base.revision)
+    adapter_revision = base_revision(model)
+    base = base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path, adapter_revision or revision)
+    recorded = adapter_revision or ("" if base is None else base.revision)
+    try:
+        decoder: Any = find_decoder(model)
+    except ValueError:  # a model without RoPE
+        decoder = None
+    loaders = [name for name, (known, _) in LOADERS.items() if type(causal_lm).__name__ in known.values()]
     return CardFacts(
         base=base,
         is_adapter=is_adapter,
         base_revision=recorded if is_adapter else "",
-        loader=_loader_of(type(causal_lm).__name__),
-        context=_context(model, runs, rescalings, config),
-        always_view=_always_view(model),
+        loader=loaders[0] if loaders else "AutoModelForCausalLM",  # the latter for repository code
+        context=() if decoder is None else _context(model, config or text_config(causal_lm, decoder), runs, rescalings),
+        always_view="" if decoder is None else _always_view(state_of(decoder)),
         runs=tuple(_run_rows(run) for run in runs),
         datasets=tuple(dict.fromkeys(name for run in runs if (name := run.get("run", {}).get("dataset")))),
         citations=_citations(runs, rescalings),
@@ -132,25 +138,14 @@ def facts_of(
 
 
 def base_of_runs(runs: Sequence[Mapping[str, Any]]) -> BaseModel | None:
-    """The model that the first of several runs started from."""
+    """The model that the first run started from; None if it is not recorded."""
     named = runs[0].get("run", {}).get("base_model") if runs else None
     return None if named is None else BaseModel.from_dict(named)
 
 
-def _loader_of(architecture: str) -> str:
-    """The first class that knows the model; of one that Transformers does not know, the class of language models."""
-    known = (name for name, (architectures, _) in LOADERS.items() if architecture in architectures.values())
-    return next(known, "AutoModelForCausalLM")
-
-
 def _context(
-    model: nn.Module, runs: Sequence[Mapping[str, Any]], rescalings: Sequence[Mapping[str, Any]], config: Any
+    model: nn.Module, config: Any, runs: Sequence[Mapping[str, Any]], rescalings: Sequence[Mapping[str, Any]]
 ) -> Rows:
-    try:
-        decoder = find_decoder(model)
-    except ValueError:  # a model without RoPE
-        return ()
-    config = text_config(find_causal_lm(model), decoder) if config is None else config
     window = getattr(config, "max_position_embeddings", None)
     native = native_window(model, runs)
     steps = [f"{code(rescaling['method'])}{_options(rescaling['options'], ' (', ')')}" for rescaling in rescalings]
@@ -165,17 +160,13 @@ def _context(
 
 
 def native_window(model: nn.Module, runs: Sequence[Mapping[str, Any]]) -> int | None:
-    """Trained window of the base model, in positions, None where it is not known."""
+    """Context window of the base model, in positions; None if it is not known."""
     recorded = runs[0].get("run", {}).get("native_window") if runs else None
     state = state_of(find_decoder(model))
     return recorded or (None if state is None else state.native.max_position_embeddings)
 
 
-def _always_view(model: nn.Module) -> str:
-    try:
-        state = state_of(find_decoder(model))
-    except ValueError:
-        return ""
+def _always_view(state: RopeState | None) -> str:
     if state is None:
         return ""
     view, when = state.ended or ((state.source.view, state.when) if state.source is not None else (None, "train"))
@@ -185,7 +176,7 @@ def _always_view(model: nn.Module) -> str:
 def _run_rows(run: Mapping[str, Any]) -> Rows:
     facts = run.get("run", {})
     view = run.get("view", TRUE_POSITIONS)
-    others = {name: value for name, value in run.items() if name not in _TOLD_APART}
+    others = {name: value for name, value in run.items() if name not in _SHOWN_APART}
     return _filled(
         {
             "Objective": code(run["objective"]) if "objective" in run else "",
@@ -207,24 +198,17 @@ def _run_rows(run: Mapping[str, Any]) -> Rows:
 
 
 def _citations(runs: Sequence[Mapping[str, Any]], rescalings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Of what made the model. A method that is not registered here is one from elsewhere: its run has recorded it."""
     papers: list[str] = []
     for rescaling in rescalings:
-        papers += _of_registered(resolve_rescaling, rescaling["method"], rescaling["options"], "cites")
+        with suppress(ValueError):  # a method that is not registered here, whose paper its run has recorded
+            papers += resolve_rescaling(rescaling["method"], dict(rescaling["options"])).cites
     for run in runs:
         papers += run.get("run", {}).get("papers", [])
     return tuple(dict.fromkeys(papers))
 
 
-def _of_registered(resolve: Any, name: str, options: Mapping[str, Any], attribute: str) -> list[str]:
-    try:
-        return list(getattr(resolve(name, dict(options)), attribute))
-    except ValueError:
-        return []
-
-
 def _filled(rows: Mapping[str, Any]) -> Rows:
-    """The rows that say something."""
+    """Rows with a value."""
     return tuple((name, str(value)) for name, value in rows.items() if value not in ("", None))
 
 
@@ -233,8 +217,11 @@ def _count(value: int | None) -> str:
 
 
 def _options(values: Mapping[str, Any], before: str = "", after: str = "") -> str:
-    """Options that are set, those of dictionaries by `owner.name`, as text for a cell."""
-    texts = [f"{text(name)} {_text(value)}" for name, value in _flat(values)]
+    """Options that are set as text for a table cell; options in a dictionary are named `owner.name`."""
+    texts = []
+    for name, value in _flat(values):
+        shown = code(value) if isinstance(value, str) else text(json.dumps(_short(value)))
+        texts.append(f"{text(name)} {shown}")
     return f"{before}{', '.join(texts)}{after}" if texts else ""
 
 
@@ -248,12 +235,8 @@ def _flat(values: Mapping[str, Any], owner: str = "") -> list[tuple[str, Any]]:
     return flat
 
 
-def _text(value: Any) -> str:
-    return code(value) if isinstance(value, str) else text(json.dumps(_short(value)))
-
-
 def _short(value: Any) -> Any:
-    """Without what no reader reads: long lists of numbers."""
+    """A value with long lists of numbers replaced by their length."""
     if isinstance(value, Mapping):
         return {name: _short(option) for name, option in value.items()}
     if isinstance(value, list | tuple) and len(value) > _LONGEST_LIST:

@@ -1,4 +1,4 @@
-"""From facts to the page: Jinja's template in this folder, with metadata that the hub reads in front."""
+"""Rendering a card with the Jinja template in this folder, with the hub's metadata at its top."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 
 def render(facts: CardFacts, title: str) -> str:
-    """The page as Markdown."""
+    """The card as Markdown."""
     from huggingface_hub import ModelCardData
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -24,7 +24,7 @@ def render(facts: CardFacts, title: str) -> str:
         pipeline_tag=LOADERS[facts.loader][1],
         tags=list(facts.tags),
     )
-    # a page of Markdown, not of HTML: the template marks what comes from a record by a filter
+    # no autoescape, which is for HTML: the template passes every value of a record through a filter of `markdown`
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATE.parent),
         undefined=StrictUndefined,
@@ -32,9 +32,11 @@ def render(facts: CardFacts, title: str) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"figure": _figure, "text": text, "code": code, "fenced": fenced, "python": json.dumps}
+    environment.filters |= {
+        "figure": lambda value: "" if value is None else f"{value:.4g}",
+        "text": text,
+        "code": code,
+        "fenced": fenced,
+        "python": json.dumps,
+    }
     return environment.get_template(_TEMPLATE.name).render(facts=facts, title=title, metadata=data.to_yaml())
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

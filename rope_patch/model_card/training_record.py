@@ -1,4 +1,4 @@
-"""What a trainer wrote beside a checkpoint about the run that it is of, and about the runs before."""
+"""The training record that a trainer writes beside a checkpoint: its run, and the runs before."""
 
 import json
 import os
@@ -37,14 +37,13 @@ _RECORD = {**_RUN, "earlier": [_RUN]}
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The training runs that made the checkpoint in `folder`, the last one at the end; [] where none is recorded.
+    """The training runs that made the checkpoint in `folder`, in order; [] if none is recorded.
 
-    A run is what the trainer trained with (`objective`, `objective_args`, `view`, `view_args` and more) and, under
-    "run", what on and how long. An earlier version recorded no such "run". "" is no folder: that of a model which was
-    loaded from nowhere.
+    A run has the options of the trainer (`objective`, `objective_args`, `view`, `view_args` and more) and, under "run",
+    facts such as base model, data and steps. `folder` is "" for a model that was not loaded from a folder.
 
     Raises:
-        ValueError: the record is damaged, or a link out of the folder.
+        ValueError: the record is damaged, or is a link out of the folder.
     """
     file = Path(folder) / RECORD_NAME
     if not str(folder) or not file.is_file():
@@ -56,7 +55,7 @@ def read_runs(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def write_runs(runs: Sequence[Mapping[str, Any]], folder: str | os.PathLike[str]) -> None:
-    """Record `runs` in `folder`, as `read_runs` gives them; nothing where there are none."""
+    """Record `runs` in `folder`, for `read_runs`; without runs, write nothing."""
     if not runs:
         return
     earlier = {"earlier": list(runs[:-1])} if runs[1:] else {}

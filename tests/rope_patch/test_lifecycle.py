@@ -2,18 +2,15 @@
 
 import copy
 import io
-import json
-import pickle
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from support import oracle
+from peft import LoraConfig, get_peft_model
 from support.tiny import WINDOW, tiny, tokens
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
-from rope_patch import describe, list_methods, load_adapter, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch import describe, load_adapter, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.patch import view_source
 from rope_patch.views import Cyclic, PosAug, Skip, Uniform
 
@@ -24,12 +21,6 @@ def lora(**kwargs):
     return LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **kwargs
     )
-
-
-def test_list_methods_names_everything():
-    names = set(list_methods())
-    assert {"pi", "ntk", "dynamic-ntk", "abf", "yarn", "longrope", "llama3"} <= names
-    assert {"standard", "skip", "cyclic", "dilation", "chunk-permute", "posaug", "nope", "compose"} <= names
 
 
 def test_patching_returns_the_same_object_and_twice_is_once():
@@ -66,15 +57,13 @@ def test_describe_says_what_is_in_force():
         assert part in text
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
 def test_a_copy_goes_on_alone(how):
     model = patch_model(patch_model(tiny(), "yarn", factor=2.0), "skip").train()
     ids = tokens(2, L)
     model(ids, use_cache=False)
     if how == "deepcopy":
         twin = copy.deepcopy(model)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
     else:
         file = io.BytesIO()
         torch.save(model, file)
@@ -85,53 +74,6 @@ def test_a_copy_goes_on_alone(how):
     unpatch_model(twin)
     assert describe(model).patched and not describe(twin).patched
     model(ids, use_cache=False)
-
-
-@pytest.mark.parametrize("order", ["patch, then PEFT", "PEFT, then patch"])
-def test_peft_before_and_after(order):
-    ids = tokens(2, L)
-    bare = tiny()
-    torch.manual_seed(1)
-    if order == "patch, then PEFT":
-        patch_model(bare, "yarn", factor=2.0)
-        wrapped = get_peft_model(bare, lora())
-        patch_model(wrapped, "skip")
-    else:
-        wrapped = get_peft_model(bare, lora())
-        patch_model(patch_model(wrapped, "skip"), "yarn", factor=2.0)
-    assert len(wrapped.base_model.model.model.rotary_emb._forward_pre_hooks) == 1
-    merged_model = copy.deepcopy(wrapped).merge_and_unload()
-    view = Skip(split=8, skip=30)
-    with rope_view(wrapped, view), rope_view(merged_model, view), torch.no_grad():
-        seen = wrapped(ids, use_cache=False).logits
-        merged = merged_model(ids, use_cache=False).logits
-    torch.testing.assert_close(merged, seen, rtol=1e-4, atol=1e-4)
-    plain = copy.deepcopy(unpatch_model(wrapped)).merge_and_unload()
-    weights = oracle.weights_of(plain)
-    expected = oracle.logits(weights, plain.config, ids, torch.arange(L).expand(2, L), oracle.causal(L).expand(2, L, L))
-    torch.testing.assert_close(wrapped(ids).logits.double(), expected, rtol=1e-3, atol=1e-3)
-    assert not describe(wrapped).patched
-
-
-@pytest.mark.parametrize("order", ["patch, then PEFT", "PEFT, then patch"])
-@torch.no_grad()
-def test_an_adapter_carries_its_rope(order, tmp_path):
-    ids = tokens(2, L)
-    torch.manual_seed(1)
-    if order == "patch, then PEFT":
-        model = get_peft_model(patch_model(tiny(), "yarn", factor=2.0, beta_fast=8), lora())
-        model(ids)  # the patch finds out about the adapter in the next forward
-    else:
-        model = patch_model(get_peft_model(tiny(), lora()), "yarn", factor=2.0, beta_fast=8)
-    logits = model.eval()(ids).logits
-    model.save_pretrained(tmp_path)
-    sidecar = json.loads((tmp_path / "rope_patch.json").read_text())
-    assert sidecar["rescalings"] == [{"method": "yarn", "options": {"factor": 2.0, "beta_fast": 8}}]
-    assert sidecar["native_rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
-    silent = PeftModel.from_pretrained(tiny(), tmp_path)
-    assert not torch.equal(silent(ids).logits, logits)  # why the sidecar is there
-    assert torch.equal(load_adapter(tiny(), tmp_path)(ids).logits, logits)
-    assert "saved with RoPE beside them" in str(describe(model))
 
 
 def test_load_adapter_refuses_what_does_not_fit(tmp_path):
@@ -153,13 +95,6 @@ def test_load_adapter_refuses_what_does_not_fit(tmp_path):
         load_adapter(tiny(), tmp_path / "ours")
 
 
-def test_adapters_off_and_native_rope_give_the_original_model():
-    model = patch_model(get_peft_model(tiny(), lora()), "yarn", factor=2.0).eval()
-    ids = tokens(2, L)
-    with torch.no_grad(), model.disable_adapter(), native_rope(model):
-        assert torch.equal(model(ids).logits, tiny()(ids).logits)
-
-
 def test_what_deepspeed_counts_on_a_rotary_module_is_not_of_its_schedule():
     """ZeRO-3 numbers every module and counts its calls: other RoPE parameters for a while change neither."""
     model = patch_model(tiny(), "pi", factor=4.0)
@@ -173,13 +108,13 @@ def test_what_deepspeed_counts_on_a_rotary_module_is_not_of_its_schedule():
 
 def test_compile_takes_new_draws_without_tracing_again():
     ids = tokens(2, L)
-    eager, compiled = (patch_model(tiny(), "skip").train() for _ in range(2))
+    eager, compiled = (patch_model(tiny(num_hidden_layers=1), "skip").train() for _ in range(2))
     frames = CompileCounter()
     run = torch.compile(compiled, backend=frames, fullgraph=True)
     losses = []
     for model in (eager, run):
-        losses.append([model(ids, labels=ids, use_cache=False).loss.item() for _ in range(4)])
-    assert len(set(losses[0])) == 4
+        losses.append([model(ids, labels=ids, use_cache=False).loss.item() for _ in range(3)])
+    assert len(set(losses[0])) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert frames.frame_count == 1
 
@@ -198,8 +133,11 @@ def test_compiled_gradients_under_checkpointing():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("view", [Skip(split=5, skip=30), Cyclic(shift=3), PosAug(0.5)], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    ("view", "cache"),
+    [(Skip(split=5, skip=30), "static"), (Cyclic(shift=3), "dynamic"), (PosAug(0.5), "dynamic")],
+    ids=lambda x: getattr(x, "name", x),
+)
 @torch.no_grad()
 def test_generation_sees_the_same_view_with_and_without_cache(view, cache):
     model = tiny()
@@ -228,39 +166,6 @@ def test_generation_sees_the_same_view_with_and_without_cache(view, cache):
                 logits = model(grown, attention_mask=full, use_cache=False).logits[:, -1]
             grown = torch.cat([grown, logits.argmax(-1, keepdim=True)], 1)
     assert torch.equal(fast, grown)
-
-
-@torch.no_grad()
-def test_decoding_keeps_the_draws_that_filled_the_cache():
-    model = tiny()
-    ids = tokens(2, 12)
-    with rope_view(model, Skip(), seed=4):
-        whole = model(ids, use_cache=False).logits
-    with rope_view(model, Skip(skip=Uniform(1, 12)), seed=4):
-        out = model(ids[:, :11], use_cache=True)
-        source = model.model._rope_patch.overrides.innermost()
-        drawn = source.last.parameters["skip"].clone()
-        model(ids[:, 11:], past_key_values=out.past_key_values, use_cache=True)
-        assert torch.equal(source.last.parameters["skip"], drawn)
-        with pytest.raises(ValueError, match="continues with the 2 rows that filled the cache, got 1 rows"):
-            model(ids[:1, 11:], past_key_values=out.past_key_values, use_cache=True)
-    assert whole.shape == (2, 12, 101)
-
-
-@torch.no_grad()
-def test_explicit_index_covers_the_tokens_that_are_decoded():
-    model = tiny()
-    ids = tokens(1, 6)
-    index = torch.tensor([[0, 1, 2, 40, 41, 42]])
-    with rope_view(model, index=index):
-        whole = model(ids, use_cache=False).logits
-        out = model(ids[:, :4], use_cache=True)
-        rest = model(ids[:, 4:], past_key_values=out.past_key_values, use_cache=True).logits
-        torch.testing.assert_close(torch.cat([out.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
-        with pytest.raises(
-            ValueError, match="index must be \\[batch, seq_len\\] .* got \\(1, 6\\) for 1 rows and tokens 0 to 7"
-        ):
-            model(tokens(1, 7), use_cache=False)
 
 
 @pytest.mark.parametrize(
@@ -298,14 +203,13 @@ def test_a_view_leaves_no_trace_in_what_is_saved(tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, tiny()(ids).logits)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
-def test_quantised_models(bits, tmp_path):
+def test_quantised_models(tmp_path):
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     tiny(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
-    settings = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
     ids = tokens(1, L)
     plain = model(ids, use_cache=False).logits

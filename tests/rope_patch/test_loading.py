@@ -15,9 +15,6 @@ from trl_ext.cli.model_spec import ModelSpec
 STACKS = {
     "abf, yarn": (("abf", {"theta": 1e6}), ("yarn", {"factor": 2.0})),
     "abf with a window, pi": (("abf", {"theta": 1e6, "max_position_embeddings": 96}), ("pi", {"factor": 2.0})),
-    "abf, abf": (("abf", {"theta": 1e6}), ("abf", {"theta": 1e7})),
-    "ntk, yarn": (("ntk", {"factor": 2.0}), ("yarn", {"factor": 2.0})),
-    "pi, pi": (("pi", {"factor": 2.0}), ("pi", {"factor": 2.0})),
     "yarn, abf": (("yarn", {"factor": 2.0}), ("abf", {"theta": 1e6})),
 }
 
@@ -79,9 +76,9 @@ def test_the_next_one_replaces_the_one_on_top_and_undo_goes_to_the_base(tmp_path
 def test_a_saved_stack_is_restored(tmp_path):
     adapter = trained(tmp_path, "abf", {"theta": 1e6})
     model = patch_model(load_adapter(fresh(tmp_path), adapter), "yarn", factor=2.0)
+    model.save_pretrained(tmp_path / "again")  # before any forward
     ids = tokens(2, 40)
     logits = model(ids).logits
-    model.save_pretrained(tmp_path / "again")
     again = load_adapter(fresh(tmp_path), tmp_path / "again")
     assert torch.equal(again(ids).logits, logits)
     assert describe(again).rescaling == describe(model).rescaling
@@ -90,18 +87,8 @@ def test_a_saved_stack_is_restored(tmp_path):
     assert torch.equal(again(ids).logits, logits), "as it was"
 
 
-@torch.no_grad()
-def test_an_adapter_that_was_loaded_is_saved_with_its_rope_before_any_forward(tmp_path):
-    adapter = trained(tmp_path, "abf", {"theta": 1e6})
-    model = load_adapter(fresh(tmp_path), adapter)
-    model.save_pretrained(tmp_path / "again")
-    ids = tokens(2, 40)
-    assert torch.equal(load_adapter(fresh(tmp_path), tmp_path / "again")(ids).logits, model(ids).logits)
-
-
-@pytest.mark.parametrize("first", ["yarn", "llama3", "dynamic-ntk"])
-def test_what_one_schedule_cannot_express_is_refused(first, tmp_path):
-    adapter = trained(tmp_path, first, {"factor": 2.0})
+def test_what_one_schedule_cannot_express_is_refused(tmp_path):
+    adapter = trained(tmp_path, "yarn", {"factor": 2.0})
     model = load_adapter(fresh(tmp_path), adapter)
     before = describe(model)
     with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which would be lost"):

@@ -15,8 +15,8 @@ IDS = tokens(2, 12)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile], ids=["checkpoint", "compile"])
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])  # the second folds YaRN's factor into its layers' scales
+# the second family folds YaRN's factor into its layers' scales
+@pytest.mark.parametrize(("family", "wrap"), [("llama", torch.compile), ("deepseek_v3", checkpoint_wrapper)])
 def test_layers_that_are_wrapped_after_the_patch(family, wrap):
     torch.manual_seed(0)
     model = tiny_family(family).eval()

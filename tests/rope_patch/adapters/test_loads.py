@@ -85,14 +85,6 @@ def test_weights_of_another_rope_do_not_replace_those_of_an_adapter(tmp_path):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_second_adapter_is_refused_where_peft_came_after_the_patch(tmp_path):
-    saved(tmp_path)
-    model = saved(tmp_path / "ntk", OTHERS["rescaled"])
-    with pytest.raises(ValueError, match=OTHER_ROPE):
-        model.load_adapter(tmp_path, "second")
-    assert list(model.peft_config) == ["default"]
-
-
 def test_one_in_the_cache_of_the_hub_is_refused_too(tmp_path, monkeypatch):
     use_cache(monkeypatch, tmp_path)
     publish(tmp_path, "owner/adapter", main=saved)

@@ -74,8 +74,10 @@ def run(model, data, group):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flash"])
-@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mistral-sliding"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "plain"), ("qwen3", "left"), ("mistral-sliding", "right"), ("mistral-sliding", "packed")],
+)
 def test_logits_and_gradients_are_those_of_the_mask(family, kind, attention, monkeypatch):
     torch.manual_seed(3)
     calls, data = emulate(monkeypatch), batch(kind)
@@ -202,7 +204,7 @@ def gemma3_with_vision(attention="sdpa"):
 
 @pytest.mark.usefixtures("flex_runs_eagerly")
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "flash"])
-@pytest.mark.parametrize("kind", ["plain", "left", "right", "packed"])
+@pytest.mark.parametrize("kind", ["left", "packed"])
 @torch.no_grad()
 def test_masks_that_the_model_around_the_decoder_has_finished(kind, attention, monkeypatch):
     calls = emulate(monkeypatch)
@@ -229,7 +231,7 @@ def test_tokens_of_an_image_that_see_later_ones_are_refused(attention):
     of_image = torch.zeros_like(ids)
     of_image[:, 3:7] = 1
     with (
-        pytest.raises(ValueError, match="Gemma3ForConditionalGeneration shows tokens of this batch later ones"),
+        pytest.raises(ValueError, match="in this batch Gemma3ForConditionalGeneration lets tokens see later ones"),
         ShiftedAttention(model, 5).active(),
     ):
         model(ids, token_type_ids=of_image)
@@ -259,7 +261,7 @@ def test_what_it_cannot_do_is_refused():
         ShiftedAttention(tiny(num_key_value_heads=1), 4)
     model = tiny().train()
     cache = model(tokens(1, 4), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="trains on whole rows"), ShiftedAttention(model, 4).active():
+    with pytest.raises(ValueError, match="trains on whole sequences"), ShiftedAttention(model, 4).active():
         model(tokens(1, 6), past_key_values=cache)
 
 

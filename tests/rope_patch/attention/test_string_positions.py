@@ -11,7 +11,6 @@ from rope_patch import native_rope, patch_model, rope_view, string_positions
 from rope_patch.views import Skip
 
 S, W = 7, 3
-FAMILIES = ["llama", "qwen3", "mistral"]
 
 
 def shortened(n):
@@ -28,9 +27,9 @@ def expected(model, ids, frequencies=None, factor=1.0):
     ).detach()  # fmt: skip
 
 
-@pytest.mark.parametrize("rows_at_a_time", [1, 5, 1000])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "attention", "rows_at_a_time"), [("llama", "sdpa", 1), ("qwen3", "eager", 5), ("mistral", "sdpa", 1000)]
+)
 def test_a_prompt_is_read_by_the_formula(family, attention, rows_at_a_time, monkeypatch):
     monkeypatch.setattr("rope_patch.attention.string_positions._MASK_ENTRIES", 29 * rows_at_a_time)
     model, ids = tiny(family, attention, dtype=torch.float64), tokens(2, 29)
@@ -44,10 +43,8 @@ def test_a_prompt_is_read_by_the_formula(family, attention, rows_at_a_time, monk
     torch.testing.assert_close(actual[:, :S], plain[:, :S], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("first", [4, 12])
-def test_decoding_with_a_cache_is_the_prompt(first, family, attention):
+@pytest.mark.parametrize(("family", "attention", "first"), [("llama", "sdpa", 4), ("qwen3", "eager", 12)])
+def test_decoding_with_a_cache_is_the_prompt(family, attention, first):
     """Prompts that end before and behind the first pair that is far apart, then pieces of 1, 3, 1, ... tokens."""
     model, ids = tiny(family, attention), tokens(2, 29)
     with string_positions(model, offset=S, local=W), torch.no_grad():
@@ -62,8 +59,7 @@ def test_decoding_with_a_cache_is_the_prompt(first, family, attention):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["left", "right", "packed"])
+@pytest.mark.parametrize(("kind", "attention"), [("left", "sdpa"), ("right", "eager"), ("packed", "sdpa")])
 def test_documents_are_read_as_if_alone(kind, attention):
     data = batch(kind)
     model = tiny("qwen3", attention)
@@ -147,11 +143,7 @@ def hunyuan():
         (lambda: tiny(attention="flex_attention"), {}, "runs with sdpa and eager attention, got 'flex_attention'"),
         (lambda: patch_model(tiny(), "dynamic-ntk", factor=2.0), {}, "do not depend on length"),
         (tiny, {"offset": 3, "local": 3}, "offset must be an integer of at least 4, got 3"),
-        (tiny, {"offset": "7"}, "offset must be an integer of at least 4, got '7'"),
         (tiny, {"local": -1}, "local must be an integer of at least 0"),
-        (tiny, {"local": "3"}, "local must be an integer of at least 0, got '3'"),
-        (tiny, {"local": None}, "local must be an integer of at least 0, got None"),
-        (tiny, {"local": [1]}, r"local must be an integer of at least 0, got \[1\]"),
         (hunyuan, {}, "HunYuanDenseV1Model has weights on queries and keys after RoPE"),
         (smollm3, {"offset": 30, "local": 3}, "has keys that RoPE does not rotate as a whole"),
     ],

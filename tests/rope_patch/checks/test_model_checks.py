@@ -14,8 +14,6 @@ from rope_patch.forward.state import state_of
 from trl_ext import cli
 
 MODELS = {
-    "llama": tiny,
-    "qwen3": lambda: tiny("qwen3"),
     "mistral-sliding": lambda: tiny("mistral-sliding"),
     "gemma3": gemma3,
     "llama-bfloat16": lambda: tiny(dtype=torch.bfloat16),
@@ -23,10 +21,12 @@ MODELS = {
 
 
 @pytest.fixture
-def check(tmp_path, capsys):
-    """Runs the command on a saved model; gives its status and the outcome and detail of each check."""
+def check(tmp_path, capsys, monkeypatch):
+    """Runs the command on a saved model; gives its status and the outcome and detail of each check, or of `only`."""
 
-    def run(model, *options):
+    def run(model, *options, only=()):
+        if only:
+            monkeypatch.setattr(model_checks, "CHECKS", {name: model_checks.CHECKS[name] for name in only})
         model.save_pretrained(tmp_path)
         status = cli.main(["check", str(tmp_path), "--device", "cpu", *options])
         lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
@@ -53,19 +53,18 @@ def test_nothing_is_wrong_with_a_model_that_works(name, check):
 def test_what_flex_attention_costs_without_compiling_is_not_warned_of(check, monkeypatch, recwarn):
     """A user of the command cannot change it, and a row of 64 tokens costs nothing."""
     monkeypatch.setattr(flex_attention, "_WARNINGS_SHOWN", set())  # torch warns once a process
-    _, outcomes, _ = check(tiny())
+    _, outcomes, _ = check(tiny(), only=["attention"])
     assert "flex_attention" in outcomes["attention"][1]
     assert not [str(w.message) for w in recwarn if "flex_attention called" in str(w.message)]
 
 
-@pytest.mark.parametrize("n_tokens", ["64", pytest.param("200", marks=pytest.mark.slow)])
-def test_a_model_that_was_never_trained_is_not_called_wrong(check, n_tokens):
-    """Its weights are as small as they are drawn, and so its KLs, which rounding alone made negative or moved."""
+def test_a_model_that_was_never_trained_is_not_called_wrong(check):
+    """Its weights are small, and so are its KLs, which rounding alone made negative or moved."""
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=8192, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=1024,
     )  # fmt: skip
-    status, outcomes, text = check(LlamaForCausalLM(config), "--tokens", n_tokens)
+    status, outcomes, text = check(LlamaForCausalLM(config), "--tokens", "24")
     assert status == 0 and "0 wrong, 0 refused" in text, outcomes
 
 
@@ -74,14 +73,13 @@ def test_views_that_predict_the_same_are_found(check, monkeypatch):
     monkeypatch.setattr(
         model_checks, "_distilled", lambda *_, **__: (torch.ones(()), torch.zeros(()), torch.ones(1), True)
     )
-    _, outcomes, _ = check(tiny())
+    _, outcomes, _ = check(tiny(), only=["self-distill"])
     assert outcomes["self-distill"] == ("WRONG", "the KL between the views is 0.0")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_large_model_is_copied_in_part(name, check, monkeypatch):
+def test_a_large_model_is_copied_in_part(check, monkeypatch):
     monkeypatch.setattr(model_checks, "LARGE", 0)
-    status, outcomes, _ = check(MODELS[name]())
+    status, outcomes, _ = check(gemma3(), only=["save and reload", "relation-distill"])
     assert status == 0
     assert outcomes["save and reload"][1] == "yarn: same bits (first 2 layers)"
     assert outcomes["relation-distill"][1].endswith("(first 2 layers)")
@@ -90,7 +88,7 @@ def test_a_large_model_is_copied_in_part(name, check, monkeypatch):
 def test_what_rounding_alone_moves_gradients_by_is_no_fault(check, monkeypatch):
     """In 16 bits no bound holds for all models: Gemma-3-270M's gradients were further off than ours."""
     monkeypatch.setitem(model_checks.TOLERANCE, torch.bfloat16, 2e-3)
-    _, outcomes, _ = check(tiny(dtype=torch.bfloat16))
+    _, outcomes, _ = check(tiny(dtype=torch.bfloat16), only=["self-distill"])
     outcome, detail = outcomes["self-distill"]
     assert outcome == "ok" and ", where rounding alone moves them by " in detail
 
@@ -109,9 +107,9 @@ def test_a_view_that_is_lost_is_found(check, monkeypatch):
         self.state.applied = True
 
     monkeypatch.setattr(hooks.RotaryEntry, "__call__", lost)
-    status, outcomes, _ = check(tiny())
+    status, outcomes, _ = check(tiny(), only=["identity", "prefix under a skip", "q, k, v capture"])
     assert status == 1
-    assert outcomes["prefix under a skip"] == ("WRONG", "a skip does not reach the rows behind it")
+    assert outcomes["prefix under a skip"] == ("WRONG", "a skip does not change the logits behind it")
     assert outcomes["q, k, v capture"] == ("WRONG", "no layer's queries change under a view")
     assert outcomes["identity"][0] == "ok"
 
@@ -133,7 +131,7 @@ def test_indices_in_position_ids_are_found(check, monkeypatch):
         decoder.register_forward_pre_hook(leaked, with_kwargs=True)
 
     monkeypatch.setattr("rope_patch.patch.attach_hooks", attach_and_leak)
-    status, outcomes, _ = check(tiny())
+    status, outcomes, _ = check(tiny(), only=["prefix to last row"])
     assert status == 1
     assert outcomes["prefix to last row"][0] == "WRONG" and "document border" in outcomes["prefix to last row"][1]
 
@@ -144,7 +142,7 @@ def test_a_rescaling_that_is_not_saved_is_found(check, monkeypatch):
     )
     for place in ("patch", "adapters.watch"):  # which would refuse to save it
         monkeypatch.setattr(f"rope_patch.{place}.require_saved_rope", lambda *_: None)
-    status, outcomes, _ = check(tiny())
+    status, outcomes, _ = check(tiny(), only=["save and reload"])
     assert status == 1 and outcomes["save and reload"][0] == "WRONG"
     assert "reloaded: relative error" in outcomes["save and reload"][1]
 

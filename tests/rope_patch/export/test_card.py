@@ -1,6 +1,7 @@
 """The card of an exported checkpoint carries on what the record of its training says."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ def export(model, folder, **options):
     return rope_patch.export(model, folder, **{"check": False, **options})
 
 
-@pytest.fixture
-def trained(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """A checkpoint that the trainer made of one in a folder whose path no card may tell."""
+    tmp_path = tmp_path_factory.mktemp("training")
     tiny().save_pretrained(tmp_path / "secret" / "base")
     run = trainer(
         tmp_path / "trained",
@@ -48,7 +50,7 @@ def test_training_is_carried_on(trained, tmp_path, monkeypatch):
     card = card_in(tmp_path / "out")
     for told in ("`base`, a model in a local folder", "`pose` (target 200", "`yarn` (factor 4.0)", "2309.10400"):
         assert told in card.text
-    assert "secret" not in card.content and str(tmp_path) not in card.content
+    assert "secret" not in card.content and str(trained.parent) not in card.content
     assert f"\nvllm serve . --max-model-len {4 * WINDOW}\n" in card.text and "## Evaluation" not in card.text
     assert read_runs(tmp_path / "out") == read_runs(trained)
     assert run_code(tmp_path / "out", monkeypatch)["model"].config.max_position_embeddings == 4 * WINDOW
@@ -59,8 +61,9 @@ def test_figures_of_a_report_are_in_the_card(trained, tmp_path):
     export(trained, tmp_path / "out", report=given)
     text = card_in(tmp_path / "out").text
     assert "| cliff | 3.25 | 0.125 |" in text and "This model is `mine`." in text and "dtype bfloat16" in text
-    report(trained / "rope-patch-report")
-    export(trained, tmp_path / "again")
+    shutil.copytree(trained, tmp_path / "measured")
+    report(tmp_path / "measured" / "rope-patch-report")
+    export(tmp_path / "measured", tmp_path / "again")
     assert "| cliff | 3.25 | 0.125 |" in card_in(tmp_path / "again").text
 
 
@@ -123,13 +126,13 @@ def test_what_folding_mends_goes_through_export(tmp_path):
     assert "\nvllm serve . " in text
 
 
-def test_a_family_that_was_not_tried_is_told(tmp_path):
+def test_a_family_that_was_not_tested_is_named(tmp_path):
     from transformers import Olmo2Config, Olmo2ForCausalLM
 
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = Olmo2ForCausalLM(Olmo2Config(**shape, vocab_size=50, max_position_embeddings=WINDOW))
     export(model, tmp_path / "out")
-    assert "this one was not tried" in card_in(tmp_path / "out").text
+    assert "This one was not tested" in card_in(tmp_path / "out").text
 
 
 def test_every_method_of_a_paper_cites_it():

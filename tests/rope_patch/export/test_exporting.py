@@ -4,7 +4,6 @@ import json
 import math
 import pickle
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +15,11 @@ from support.families import tiny_family
 from support.launched import run_python
 from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Phi3ForCausalLM
-from transformers.utils import logging
 
 import rope_patch
 from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
 from rope_patch.checkpoints import tokenizer_window
-from rope_patch.export import PROGRAMS, writing
+from rope_patch.export import writing
 from rope_patch.export.gguf import convert, require_runs
 from rope_patch.export.outcomes import OUTCOMES
 from rope_patch.views import Uniform
@@ -33,6 +31,15 @@ A = 1.7
 
 def made(family):
     return gemma3() if family == "gemma3" else tiny(family)
+
+
+def phi3(**options):
+    shape = dict(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=WINDOW, original_max_position_embeddings=WINDOW, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    return Phi3ForCausalLM(Phi3Config(**{**shape, **options})).eval()
 
 
 def reloaded(folder):
@@ -87,7 +94,9 @@ def test_a_model_that_computes_no_finite_logits_is_refused(tmp_path):
     with pytest.raises(ValueError, match="own logits .* are not finite: .* overflow in torch.float32.*--no-check"):
         export(model, tmp_path / "out", check=True)
     assert left_behind(tmp_path) == []
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.down_proj.weight has values that are no numbers \(NaN\)"):
+    with pytest.raises(
+        ValueError, match=r"model.layers.0.mlp.down_proj.weight has NaN values: the training has diverged"
+    ):
         export(model, tmp_path / "out", check=False)
     assert left_behind(tmp_path) == []
 
@@ -98,12 +107,11 @@ def test_a_model_that_nobody_rescaled_gets_both_forms_too(tmp_path):
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
 
 
-@pytest.mark.parametrize("target", ["sglang", "mlx"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "target"), [("llama", "sglang"), ("qwen2", "mlx"), ("qwen3", "sglang"), ("gemma3", "mlx")]
+)
 @torch.no_grad()
 def test_an_attention_factor_is_folded_into_queries(family, target, tmp_path):
-    if (family, target) == ("gemma3", "sglang"):
-        pytest.skip("SGLang does not rescale Gemma 3 at all: refused")
     model = patch_model(made(family), "yarn", factor=4.0, attention_factor=A)
     ids = tokens(1, 100)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -140,18 +148,13 @@ def test_mscale_is_folded_for_llama_cpp(tmp_path):
 
 @torch.no_grad()
 def test_phi3_has_queries_keys_and_values_in_one_projection(tmp_path):
-    shape = dict(
-        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=WINDOW, original_max_position_embeddings=WINDOW, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, initializer_range=0.2,
-    )  # fmt: skip
-    model = Phi3ForCausalLM(Phi3Config(**shape)).eval()
+    model = phi3()
     patch_model(model, "longrope", factor=4.0, long_factor=LONG, attention_factor=A)
     export(model, tmp_path / "out", target="sglang")
     ids = tokens(1, 100)
     torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
-    partial = Phi3ForCausalLM(Phi3Config(**shape, partial_rotary_factor=0.5)).eval()
+    partial = phi3(partial_rotary_factor=0.5)
     patch_model(partial, "longrope", factor=4.0, long_factor=LONG[:2], attention_factor=A)
     with pytest.raises(ValueError, match="4 of 8 features are rotated"):
         export(partial, tmp_path / "partial", target="sglang")
@@ -163,12 +166,7 @@ def test_a_smaller_window_keeps_the_attention_factor_that_the_window_made(tmp_pa
     """Transformers takes the factor of LongRoPE from the config's window where none is named, as in Phi-3-128k."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": LONG}
     if family == "phi3":
-        shape = dict(
-            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=4 * WINDOW, original_max_position_embeddings=WINDOW,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
-        )  # fmt: skip
-        model = Phi3ForCausalLM(Phi3Config(**shape, rope_parameters=rope)).eval()
+        model = phi3(max_position_embeddings=4 * WINDOW, rope_parameters=rope)
     else:
         rope["original_max_position_embeddings"] = WINDOW
         model = tiny(family, max_position_embeddings=4 * WINDOW, rope_parameters=rope)
@@ -204,7 +202,6 @@ def test_what_a_program_serves_wrong_is_refused_with_what_to_take_instead(cell, 
             export(model, tmp_path / "out", target=cell.program, **converter_for(cell.program, tmp_path))
         assert cell.reason in str(refusal.value) and cell.instead in str(refusal.value)
         assert not (tmp_path / "out").exists()
-        export(model, tmp_path / f"stock-{option}", target="transformers")
 
 
 def test_options_that_say_what_is_so_anyway_are_not_refused(tmp_path):
@@ -268,11 +265,8 @@ def test_the_tokenizer_names_the_new_window_if_it_named_that_of_before(named, ex
     ("method", "options", "window"),
     [
         ("yarn", {"factor": 4.0}, 256),
-        ("llama3", {"factor": 4.0}, 256),
         ("longrope", {"factor": 4.0, "long_factor": LONG}, 256),
-        ("ntk", {"factor": 8.0}, None),  # of these no checkpoint says where they began
-        ("pi", {"factor": 4.0}, None),
-        ("abf", {"theta": 5e5, "max_position_embeddings": 256}, None),
+        ("ntk", {"factor": 8.0}, None),  # its checkpoint does not say the window before
     ],
 )
 def test_the_tokenizer_beside_a_saved_rescaled_model_names_the_new_window_or_is_said_to_be_short(
@@ -311,12 +305,6 @@ def test_all_files_of_a_tokenizer_are_copied_whose_own_may_be_read_only(tmp_path
     assert all(file.stat().st_mode & 0o200 for file in (tmp_path / "out").iterdir())
 
 
-def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
-    export(tiny(), tmp_path / "out", max_shard_gb=1e-5)
-    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
-    assert len(modes) == 1 and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-
-
 @pytest.mark.parametrize(("named", "expected"), [(64, 256), (50, 50), (None, None)])
 def test_generate_takes_prompts_up_to_the_new_window(named, expected, tmp_path):
     model = tiny()
@@ -344,7 +332,7 @@ def with_a_prompt():
     ("make", "options", "message"),
     [
         (lambda: tiny().model, {}, "LlamaModel has none: load the model with AutoModelForCausalLM"),
-        (that_has_diverged, {}, "model.layers.1.mlp.down_proj makes weights that are not finite"),
+        (that_has_diverged, {}, "model.layers.1.mlp.down_proj.weight has NaN values"),
         (with_a_prompt, {}, "prompt learning"),
         (tiny, {"target": "vlm"}, "Did you mean 'vllm'"),
         (tiny, {"max_shard_gb": 0}, "max_shard_gb must be a number above 0, got 0"),
@@ -475,20 +463,6 @@ def test_an_adapter_in_a_folder_is_merged_with_the_rope_of_its_training(tmp_path
     load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
 
 
-def test_the_base_of_an_adapter_is_of_the_revision_that_it_was_trained_on(tmp_path, monkeypatch):
-    peft = pytest.importorskip("peft")
-    tiny().save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    peft.get_peft_model(base, peft.LoraConfig(), revision="v1").save_pretrained(tmp_path / "adapter")
-    asked, real = [], AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: asked.append(k.get("revision")) or real(*a, **k)
-    )
-    export(tmp_path / "adapter", tmp_path / "out")
-    ModelSpec.parse(f"{tmp_path / 'adapter'}@native").load("cpu", "auto")
-    assert asked == ["v1", "v1"]
-
-
 @torch.no_grad()
 def test_a_tilde_is_the_home_of_the_user_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -516,30 +490,22 @@ def quantised(folder, bits, family="llama"):
     return AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=how, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
-def test_biases_of_lora_on_a_quantised_layer_are_merged(bits, tmp_path):
-    model = lora(quantised(tmp_path, bits, "qwen2"), target_modules=["q_proj"], lora_bias=True)
+def test_biases_of_lora_on_a_quantised_layer_are_merged(tmp_path):
+    model = lora(quantised(tmp_path, 8, "qwen2"), target_modules=["q_proj"], lora_bias=True)
     layer = model.base_model.model.model.layers[1].self_attn.q_proj
     layer.lora_B["default"].bias.normal_()
     export(model, tmp_path / "out")
     expected = layer.base_layer.bias + layer.lora_B["default"].bias * layer.scaling["default"]
     torch.testing.assert_close(reloaded(tmp_path / "out").model.layers[1].self_attn.q_proj.bias.data, expected.data)
-    without = lora(quantised(tmp_path, bits), target_modules=["q_proj"], lora_bias=True)
+    without = lora(quantised(tmp_path, 8), target_modules=["q_proj"], lora_bias=True)
     with pytest.raises(ValueError, match="q_proj has no bias, and adapter 'default' was trained with lora_bias"):
         export(without, tmp_path / "without")
 
 
-def test_a_bias_of_lora_on_a_layer_without_one_is_refused(tmp_path):
-    model = lora(tiny(), target_modules=["q_proj"], lora_bias=True)
-    with pytest.raises(ValueError, match="q_proj has no bias, and adapter 'default' was trained with lora_bias"):
-        export(model, tmp_path / "out")
-    assert left_behind(tmp_path) == []
-
-
 @pytest.mark.parametrize(("kind", "options"), [
     ("LoraConfig", {"use_dora": True}), ("HiraConfig", {"init_weights": False}),
-    ("IA3Config", {"feedforward_modules": []}), ("AdaLoraConfig", {"total_step": 10}),
+    ("AdaLoraConfig", {"total_step": 10}),
 ])  # fmt: skip
 def test_adapters_on_quantised_layers_that_add_no_matrix_are_refused(kind, options, tmp_path):
     peft = pytest.importorskip("peft")
@@ -599,16 +565,12 @@ def test_a_head_that_the_config_unties_is_saved_where_it_is_the_embeddings_too(s
     torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_adapters_that_are_merged_and_switched_off_are_not_in_what_is_exported(tmp_path):
-    model, ids = lora(tiny()), tokens(1, 40)
+def test_adapters_that_are_merged_and_switched_off_are_refused(tmp_path):
+    model = lora(tiny())
     model.merge_adapter()
     with model.disable_adapter():
         with pytest.raises(ValueError, match="merged and switched off at once.* call model.unmerge_adapter.. first"):
-            export(model, tmp_path / "unchecked", check=False)
-        export(model, tmp_path / "out", check=True)  # which runs the model, and so takes them out
-        torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+            export(model, tmp_path / "out")
 
 
 @torch.no_grad()
@@ -640,6 +602,8 @@ def test_shards_are_no_larger_than_asked(tmp_path):
     assert len(shards) > 2 and all(shard.stat().st_size < 2e4 + 4000 for shard in shards)
     ids = tokens(1, 40)
     assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "whoever may read the config may read the weights"
 
 
 # peak memory, in MiB, that an export adds to that of the loaded model with adapters, and the size of its weights
@@ -680,21 +644,6 @@ def test_merging_takes_a_shard_and_a_layer_of_memory_not_another_model(tmp_path)
     assert added[5.0] > weights / 2, "in one shard all weights are merged at once: else nothing is measured"
 
 
-def test_the_progress_of_writing_is_shown(tmp_path, capfd):
-    """Of every layer, as Transformers shows its own: on stderr, and not where its progress bars are off."""
-    model = tiny()
-    logging.enable_progress_bar()
-    export(model, tmp_path / "out")
-    layers = model.config.num_hidden_layers
-    assert "Writing layers: 100%" in (shown := capfd.readouterr().err) and f"{layers}/{layers}" in shown
-    logging.disable_progress_bar()
-    try:
-        export(model, tmp_path / "silent")
-        assert "Writing layers" not in capfd.readouterr().err
-    finally:
-        logging.enable_progress_bar()
-
-
 @torch.no_grad()
 def test_experts_are_written_as_their_family_keeps_them(tmp_path):
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -720,19 +669,16 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
     assert left_behind(tmp_path) == ["out"] and left_behind(tmp_path / "out") == ["mine.txt"]
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_converter_finds_the_checkpoint_in_a_folder_of_its_name(is_there, tmp_path):
+def test_the_converter_finds_the_checkpoint_in_a_folder_of_its_name(tmp_path):
     code = "Path(sys.argv[3]).write_text(Path(sys.argv[1]).name)"
     character_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    if is_there:
-        (tmp_path / "smollm2-yarn").mkdir()
     options = {"converter": fake_converter(tmp_path, code), "tokenizer": tmp_path / "tokenizer"}
     export(tiny(), tmp_path / "smollm2-yarn", target="llama.cpp", **options)
     assert (tmp_path / "smollm2-yarn" / "model.gguf").read_text() == "smollm2-yarn"
     assert sorted(left_behind(tmp_path)) == ["converter", "smollm2-yarn", "tokenizer"]
 
 
-@pytest.mark.parametrize("where", ["link", "dangling link", "folder that one is in", "empty folder"])
+@pytest.mark.parametrize("where", ["link", "dangling link", "folder that one is in"])
 def test_an_empty_folder_is_filled_and_stays_the_same_one(where, tmp_path, monkeypatch):
     real = tmp_path / "real"
     out = tmp_path / "link" if "link" in where else real
@@ -749,13 +695,6 @@ def test_an_empty_folder_is_filled_and_stays_the_same_one(where, tmp_path, monke
     assert before in (None, real.stat().st_ino) and set(left_behind(tmp_path)) <= {"real", "link"}
 
 
-def test_an_empty_folder_is_empty_after_an_error(tmp_path):
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="would serve this model wrong"):
-        export(patch_model(tiny(), "dynamic-ntk", factor=4.0), tmp_path / "out", target="vllm")
-    assert left_behind(tmp_path / "out") == []
-
-
 def test_the_config_is_the_last_file_that_comes_into_an_empty_folder(tmp_path, monkeypatch):
     """What was killed before is no checkpoint to anybody."""
     moved, rename = [], Path.rename
@@ -765,25 +704,24 @@ def test_the_config_is_the_last_file_that_comes_into_an_empty_folder(tmp_path, m
     assert moved[-1] == tmp_path / "out/config.json" and set(moved) >= set((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_what_a_killed_export_has_left_is_named(is_there, tmp_path, monkeypatch):
+def test_what_a_killed_export_has_left_is_named(tmp_path, monkeypatch):
     """It is hidden and as large as the model, and in a folder that looks empty it is what makes the next one fail."""
-    killed = tmp_path / "out" / ".out-unfinished-abc" if is_there else tmp_path / ".out-unfinished-abc"
+    killed = tmp_path / "out" / ".out-unfinished-abc"
     killed.mkdir(parents=True)
     warned = []
     monkeypatch.setattr(writing.logger, "warning", warned.append)
-    with pytest.raises(FileExistsError) if is_there else nullcontext():
+    with pytest.raises(FileExistsError):
         export(tiny(), tmp_path / "out")
-    assert len(warned) == 1 and warned[0].startswith(f"{killed} is what a process that was killed has left of ")
+    assert len(warned) == 1 and warned[0].startswith(f"{killed} was left by a process that was killed while it wrote ")
     assert killed.is_dir()
 
 
 def test_views_that_change_inference_are_refused(tmp_path):
     model = patch_model(tiny(), "nope", when="always")
-    with pytest.raises(ValueError, match="no checkpoint can say so"):
+    with pytest.raises(ValueError, match="a view changes inference too"):
         export(model, tmp_path / "out")
     unpatch_model(model)
-    with rope_view(model, "nope"), pytest.raises(ValueError, match="no checkpoint can say so"):
+    with rope_view(model, "nope"), pytest.raises(ValueError, match="a view changes inference too"):
         export(model, tmp_path / "out")
     export(patch_model(model, "skip", skip=Uniform(1, 8)), tmp_path / "out")
 
@@ -820,12 +758,12 @@ def test_llama_cpp_without_a_converter_says_how_to_get_it(tmp_path, monkeypatch)
 
 def test_what_a_converter_lacks_is_told_before_and_after_it_begins(tmp_path, monkeypatch):
     broken = fake_converter(tmp_path, "import no_such_package")
-    with pytest.raises(ImportError, match="does not start: .*no_such_package'. What it needs is installed by "):
+    with pytest.raises(ImportError, match="does not start: .*no_such_package'. Install what it needs with "):
         require_runs(broken)
-    with pytest.raises(ValueError, match="did not convert the checkpoint: .*no_such_package'. What it needs is insta"):
+    with pytest.raises(ValueError, match="did not convert the checkpoint: .*no_such_package'. Install what it needs"):
         convert(broken, tmp_path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ImportError, match="needs the package sentencepiece. .* or by pip install sentencepiece"):
+    with pytest.raises(ImportError, match="needs the package sentencepiece. .* or with pip install sentencepiece"):
         require_runs(fake_converter(tmp_path, "pass"))
 
 
@@ -870,8 +808,3 @@ def test_a_tokenizer_that_llama_cpp_would_take_for_another_is_refused(
         assert not (tmp_path / "out").exists()
     else:
         export(tmp_path / "source", tmp_path / "out", **options)
-
-
-def test_every_outcome_is_of_a_program_that_there_is():
-    assert {outcome.program for outcome in OUTCOMES} <= set(PROGRAMS)
-    assert all(outcome.folds or outcome.instead for outcome in OUTCOMES)

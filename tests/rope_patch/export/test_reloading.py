@@ -27,7 +27,7 @@ def test_what_differs_in_long_texts_alone_is_found(tmp_path, monkeypatch):
     reference = reference_of(model, model.config, WINDOW)
     assert [row["input_ids"].shape for row in reference.rows] == [(1, 512)] * 2 and reference.last == WINDOW - 1
     assert require_same_logits(saved(model, tmp_path / "same"), model, reference) < 1e-5
-    with pytest.raises(RuntimeError, match="another model than the one that was given"):
+    with pytest.raises(RuntimeError, match="the exported checkpoint is another model"):
         require_same_logits(other, model, reference)
     near = reloading.Reference(reference.rows[1:], reference.logits[1:], "cpu", 511)
     assert require_same_logits(other, model, near) < 1e-5, "the short factors are the same"
@@ -68,7 +68,7 @@ def test_a_model_that_takes_no_positions_is_compared_at_near_ones(tmp_path, monk
     monkeypatch.setattr(type(model), "forward", without)
     done = export(model, tmp_path / "out")
     assert done.checked_tokens == 512 and done.checked_to == 511
-    assert "(rows of 512 tokens, to position 511)" in str(done)
+    assert "(512 tokens, up to position 511)" in str(done)
 
 
 def test_a_table_of_frequencies_that_grows_is_as_it_was(tmp_path):

@@ -63,6 +63,9 @@ def test_an_index_table_is_continued_over_a_cache():
         whole = model(ids, use_cache=False).logits
         cache = model(ids[:, :6], use_cache=True).past_key_values
         parts = [model(ids[:, i:j], past_key_values=cache).logits for i, j in ((6, 7), (7, 8), (8, 12))]
+        message = r"index must be \[batch, seq_len\] .* got \(2, 12\) for 2 rows and tokens 0 to 13"
+        with pytest.raises(ValueError, match=message):
+            model(tokens(2, 13), use_cache=False)
     torch.testing.assert_close(torch.cat(parts, 1), whole[:, 6:], rtol=1e-4, atol=1e-4)
     assert (whole - model(ids).logits).abs().max() > 0.1
 
@@ -137,24 +140,6 @@ def test_continuous_batching_is_refused():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "select",
-    [torch.tensor([True, False]), torch.tensor([1, 0]), torch.tensor([-1, 0])],
-    ids=["bool", "index", "from the end"],
-)
-def test_rows_of_a_cache_are_chosen_by_name_and_by_bool(select):
-    model, ids = tiny(), tokens(2, 9)
-    with rope_view(model, Skip(), seed=2):
-        cache = model(ids[:, :8], use_cache=True).past_key_values
-        drawn = model.model._rope_patch.overrides.innermost().last.parameters["skip"].clone()
-        reorders = select.dtype != torch.bool and (select >= 0).all()  # which takes no others
-        (cache.reorder_cache if reorders else cache.batch_select_indices)(
-            **{"beam_idx" if reorders else "indices": select}
-        )
-        assert torch.equal(cache._rope_patch_draws.parameters["skip"], drawn[select])
-
-
-@torch.no_grad()
 def test_a_cache_keeps_the_draws_that_filled_it():
     """Another forward in between, and rows that change places, as those of beams do."""
     model, case = tiny(), cells.CASES["per-layer"]
@@ -168,6 +153,8 @@ def test_a_cache_keeps_the_draws_that_filled_it():
         model(**other.inputs, use_cache=False)
         model(other.inputs["input_ids"], use_cache=True)
         cache.reorder_cache(torch.tensor([1, 0]))
+        with pytest.raises(ValueError, match="continues with the 2 rows that filled the cache, got 1 rows"):
+            model(ids[:1, 9:], past_key_values=cache, use_cache=True)
         logits = model(ids[:, 9:].flip(0), past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(logits.flip(0), whole[:, 9:], rtol=1e-4, atol=1e-5)
     twin = copy.deepcopy(cache)
@@ -180,7 +167,8 @@ def test_a_cache_keeps_the_draws_that_filled_it():
     ("method", "argument", "rows"),
     [
         ("reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0]),
-        ("batch_select_indices", torch.tensor([2, 0]), [2, 0]),
+        ("batch_select_indices", torch.tensor([-1, 0]), [2, 0]),
+        ("batch_select_indices", torch.tensor([True, False, True]), [0, 2]),
         ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
     ],
 )

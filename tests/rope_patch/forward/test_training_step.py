@@ -1,16 +1,11 @@
 """Loops that are no trainer's: the step of a draw is that of the optimizer over the model's parameters."""
 
 import gc
-import json
-import os
-import sys
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from support.launched import run_ranks
 from support.tiny import VOCAB, tiny
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -178,39 +173,3 @@ def test_a_clock_that_the_loop_sets_is_left_alone():
         assert skip == expected(40, ROWS[0])
         loss.backward()
         optimizer.step()
-
-
-TWO_RANKS = """
-import json, os, sys
-import torch
-import test_training_step as tests
-rank = int(os.environ["RANK"])
-torch.distributed.init_process_group("gloo")
-model, optimizer = tests.made()
-ranks = torch.nn.parallel.DistributedDataParallel(model)
-found = []
-for _ in range(2):
-    ids = tests.ROWS[rank]
-    ranks(input_ids=ids, labels=ids).loss.backward()
-    found.append(int(tests.view_source(model).last.parameters["skip"]))
-    optimizer.step()
-tests.Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
-torch.distributed.destroy_process_group()
-os._exit(0)  # threads of process groups can abort the process at its exit
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_ranks_draw_for_their_own_documents(tmp_path):
-    (tmp_path / "script.py").write_text(TWO_RANKS)
-    root = Path(__file__).parents[3]
-    ours = [str(root), str(root / "kernels"), str(root / "tests"), str(Path(__file__).parent)]
-    paths = os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29519"]
-    command = [sys.executable, *launch, str(tmp_path / "script.py"), str(tmp_path)]
-    done = run_ranks(command, env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found == [expected(step, ROWS[rank]) for step in range(2)]

@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,12 +39,12 @@ from trl import (
     SFTTrainer,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from rope_patch import RopeViewCallback, patch_model, rope_view, unpatch_model
 from rope_patch.adapters.sidecar import read_sidecar
+from rope_patch.forward import view_callback
 from rope_patch.patch import view_source
-from rope_patch.views import Linear, Skip, Standard, Uniform
+from rope_patch.views import Linear, PosAug, Skip, Standard, Uniform
 
 LN2 = math.log(2)
 
@@ -111,11 +112,10 @@ def preference_data(kind):
 PREFERENCES = {"dpo": (DPOTrainer, DPOConfig, LN2), "kto": (KTOTrainer, KTOConfig, 0.5)}
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["ref_model", "adapters"])
-@pytest.mark.parametrize("kind", PREFERENCES)
+@pytest.mark.parametrize(("kind", "peft"), [("dpo", False), ("dpo", True), ("kto", False)])
 def test_policy_and_reference_draw_alike(kind, peft, saved, tmp_path):
     trainer_class, config_class, begins_at = PREFERENCES[kind]
-    model = patch_model(load(saved), "skip", skip=Uniform(1, 64))
+    model = patch_model(patch_model(load(saved), "yarn", factor=2.0), "skip", skip=Uniform(1, 64))
     data = preference_data(kind)
     run = made(trainer_class, config_class, model, tmp_path, data, peft, {"eval_dataset": data})
     run.train()
@@ -134,22 +134,22 @@ def test_a_reference_model_has_the_view_in_its_trainer_alone(saved, tmp_path):
     with torch.no_grad():
         assert torch.equal(reference(input_ids=ids).logits, load(saved)(input_ids=ids).logits)
     for model in (load(saved), patch_model(load(saved), "skip", skip=Uniform(1, 32))):
-        run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), extra={"ref_model": reference})
+        run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), extra={"ref_model": reference}, max_steps=1)
         run.train()
-        assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2] * 2, abs=1e-4)
+        assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2], abs=1e-4)
 
 
-@pytest.mark.parametrize("how", ["copied", "patched"])
-def test_a_former_reference_model_trains_under_its_view(how, saved, tmp_path):
-    run = made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", skip=Uniform(1, 64)), tmp_path, pairs())
+def test_a_former_reference_model_trains_under_its_view(saved, tmp_path):
+    model, options = patch_model(load(saved), "skip", skip=Uniform(1, 64)), {"max_steps": 1}
+    run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), **options)
     run.train()
     run.model.eval()
     decoder = run.ref_model.get_decoder()  # what accelerate has put around it runs the original, also in a copy
-    decoder = deepcopy(decoder) if how == "copied" else patch_model(decoder, "skip", skip=Uniform(1, 64))
     ids = tokens(2, 20)
-    with torch.no_grad():
-        trained = decoder.train()(input_ids=ids).last_hidden_state
-        assert not torch.allclose(trained, load(saved).model(input_ids=ids).last_hidden_state, atol=1e-2)
+    for one in (deepcopy(decoder), patch_model(decoder, "skip", skip=Uniform(1, 64))):
+        with torch.no_grad():
+            trained = one.train()(input_ids=ids).last_hidden_state
+            assert not torch.allclose(trained, load(saved).model(input_ids=ids).last_hidden_state, atol=1e-2)
 
 
 def test_a_view_is_in_force_under_the_callback(saved, tmp_path):
@@ -176,10 +176,10 @@ def reward_model(seed=0):
     return model
 
 
-@pytest.mark.parametrize("kind", ["dpo", "reward", "cpo", "orpo"])
+@pytest.mark.parametrize("kind", ["dpo", "reward", "cpo"])
 def test_the_halves_of_a_batch_of_pairs_draw_alike(kind, saved, tmp_path):
     if kind != "reward":
-        classes = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig)}
+        classes = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig)}
         run = made(*classes[kind], patch_model(load(saved), "skip", skip=Uniform(1, 64)), tmp_path, pairs())
     else:
         rows = [{"chosen": words(12, i), "rejected": words(9, i + 40)} for i in range(8)]
@@ -189,19 +189,6 @@ def test_the_halves_of_a_batch_of_pairs_draw_alike(kind, saved, tmp_path):
     run.model.model.register_forward_hook(lambda *_: seen.append(source.last.parameters["skip"].flatten().tolist()))
     run.train()
     assert len(seen) == 2 and all(skips[:2] == skips[2:] and skips[0] != skips[1] for skips in seen)
-
-
-def test_equal_rows_have_equal_rewards(tmp_path):
-    rows = [{"chosen": words(12, i), "rejected": words(12, i)} for i in range(8)]
-    run = made(
-        RewardTrainer,
-        RewardConfig,
-        patch_model(reward_model(), "skip", skip=Uniform(1, 64)),
-        tmp_path,
-        Dataset.from_list(rows),
-    )
-    run.train()
-    assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2] * 2, abs=1e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -239,7 +226,7 @@ def sampled(kind, model, tmp_path, **options):
 def test_replies_and_losses_are_those_without_a_view(kind, saved, tmp_path):
     entries = []
     for view in (None, Skip(skip=Uniform(1, 64))):
-        model = load(saved)
+        model = patch_model(load(saved), "yarn", factor=2.0)
         torch.manual_seed(0)
         run = sampled(kind, model if view is None else patch_model(model, view), tmp_path)
         run.train()
@@ -285,38 +272,35 @@ def plain_run(tmp_path, model=None, rows=16, callbacks=None, **options):
     return run, draws
 
 
-def test_draws_are_per_step_and_document_and_come_back_on_resuming(tmp_path):
-    run, draws = plain_run(tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A plain run whose trainer found the view by itself, with checkpoints at steps 2 and 4; its draws."""
+    run, draws = plain_run(tmp_path_factory.mktemp("plain"))
     run.train()
+    return run, draws.found
+
+
+def test_draws_are_per_step_and_document_and_come_back_on_resuming(trained, tmp_path):
+    run, found = trained
     accumulated, others = plain_run(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2)
     accumulated.train()
-    assert others.found == draws.found and len(draws.found) == 8 and len(set(draws.found.values())) > 4
+    assert others.found == found and len(found) == 8 and len(set(found.values())) > 4
     resumed, again = plain_run(tmp_path)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
-    assert again.found == {key: skip for key, skip in draws.found.items() if key[0] >= 2}
+    resumed.train(resume_from_checkpoint=str(Path(run.args.output_dir) / "checkpoint-2"))
+    assert again.found == {key: skip for key, skip in found.items() if key[0] >= 2}
 
 
-def test_the_callback_says_explicitly_what_the_trainer_is_found_for(tmp_path):
-    found, draws = plain_run(tmp_path)
-    found.train()
-    explicit, others = plain_run(tmp_path, callbacks=[RopeViewCallback()])
-    explicit.train()
-    assert others.found == draws.found
-    assert [
-        sum(isinstance(c, RopeViewCallback) for c in run.callback_handler.callbacks) for run in (found, explicit)
-    ] == [1, 1]
-
-
-def test_a_model_may_be_patched_after_its_trainer_was_made(tmp_path):
-    run, draws = plain_run(tmp_path)
-    run.train()
+def test_the_callback_may_be_given_and_the_model_patched_after_its_trainer_was_made(trained, tmp_path):
+    found, draws = trained
     model = tiny()
-    data = run.train_dataset
-    late = Trainer(model=model, args=run.args, train_dataset=data)
+    args = TrainingArguments(output_dir=str(tmp_path), **{**COMMON, "max_steps": 4, "learning_rate": 1e-3})
+    explicit = Trainer(model=model, args=args, train_dataset=found.train_dataset, callbacks=[RopeViewCallback()])
     patch_model(model, "skip", skip=Uniform(1, 64), seed=3)
-    late.add_callback(others := Draws(model))
-    late.train()
-    assert others.found == draws.found
+    explicit.add_callback(others := Draws(model))
+    explicit.train()
+    assert others.found == draws
+    for run in (found, explicit):
+        assert sum(isinstance(c, RopeViewCallback) for c in run.callback_handler.callbacks) == 1
 
 
 def test_the_same_document_draws_anew_in_another_step(tmp_path):
@@ -392,15 +376,12 @@ def test_each_trainer_knows_how_long_its_documents_are(kind, saved, tmp_path):
     trainer_class, config_class = trainers.get(kind, PREFERENCES["dpo"][:2])
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2 if kind == "kto" else 1}
 
-    def run(**more):
-        model = patch_model(reward_model() if kind == "reward" else load(saved), FIXED)
-        data = Dataset.from_list(SHORT_FIRST[kind])
-        return made(trainer_class, config_class, model, tmp_path, data, **options, **more)
-
-    run().train()
-    if kind != "reward":  # which leaves out what is longer
-        with pytest.raises(ValueError, match="split must be below"):
-            run(max_length=10).train()
+    model = patch_model(reward_model() if kind == "reward" else load(saved), FIXED)
+    data = Dataset.from_list(SHORT_FIRST[kind])
+    run = made(trainer_class, config_class, model, tmp_path, data, **options)
+    assert 30 <= view_callback._checked_length(run, FIXED) <= 40
+    run.args.max_length = 10
+    assert view_callback._checked_length(run, FIXED) == 0, "the split is beyond every document"
 
 
 @pytest.mark.slow
@@ -419,11 +400,12 @@ def test_a_compiled_trainer_draws_as_an_eager_one(backend, tmp_path):
 
 def test_the_reference_of_a_compiled_policy_gets_the_rescaling(saved, tmp_path):
     torch._dynamo.reset()
+    tiny(num_hidden_layers=1).save_pretrained(saved)
     model = patch_model(patch_model(load(saved), "yarn", factor=2.0), "standard")
-    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
     run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), **options)
     run.train()
-    assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2] * 2, abs=1e-4)
+    assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2], abs=1e-4)
 
 
 def test_the_clock_of_a_run_that_broke_off_is_not_taken_for_that_of_the_next(tmp_path):
@@ -479,20 +461,29 @@ def test_what_would_draw_apart_is_refused(saved, tmp_path):
         ).train()
     with pytest.raises(ValueError, match="precompute_ref_log_probs=True"):
         made(DPOTrainer, DPOConfig, model("skip"), tmp_path, pairs(), precompute_ref_log_probs=True).train()
-    with pytest.raises(ValueError, match=r"steps_per_generation \* num_iterations, got 2 and 2 \* 2"):
-        sampled("grpo", model("skip"), tmp_path, num_iterations=2).train()
-    with pytest.raises(ValueError, match="choose granularity"):
-        sampled("rloo", model("posaug", granularity="micro-batch"), tmp_path).train()
 
-    class OnlineDPOTrainer(DPOTrainer):
-        __module__ = "trl.experimental.online_dpo"
 
-    with pytest.raises(ValueError, match="views under OnlineDPOTrainer are not supported"):
-        made(OnlineDPOTrainer, DPOConfig, model("skip"), tmp_path, pairs()).train()
+STEPS = {"use_vllm": False, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "view", "message"),
+    [
+        ("GRPOTrainer", {"num_iterations": 2}, Skip(), r"steps_per_generation \* num_iterations, got 2 and 2 \* 2"),
+        ("GRPOTrainer", {"use_vllm": True}, Skip(), "use_vllm=True are not supported"),
+        ("RLOOTrainer", {}, PosAug(granularity="micro-batch"), "choose granularity"),
+        ("OnlineDPOTrainer", {}, Skip(), "views under OnlineDPOTrainer are not supported"),
+    ],
+)
+def test_trainers_whose_forwards_would_draw_apart_are_refused(name, options, view, message):
+    run = type(name, (), {"__module__": "trl.trainer"})()
+    run.args, run.accelerator = SimpleNamespace(**{**STEPS, **options}), SimpleNamespace()
+    with pytest.raises(ValueError, match=message):
+        view_callback._require_supported(run, view)
 
 
 def test_compiled_forwards_draw_by_tokens_too():
-    model, ids = patch_model(tiny(), "skip", skip=Uniform(1, 64)).train(), tokens(4, 16)
+    model, ids = patch_model(tiny(num_hidden_layers=1), "skip", skip=Uniform(1, 64)).train(), tokens(4, 16)
     source = view_source(model)
     source.clock.set_step(5, pairs=True)
     compiled, eager = torch.compile(model, backend="eager"), []
@@ -575,14 +566,10 @@ def test_the_trainers_view_ends_with_its_training(saved, tmp_path):
     evaluated = run.evaluate()["eval_loss"]
     run.save_model()
     assert read_sidecar(tmp_path / "sft")["view"]["method"] == "skip"
-    run.train()  # again
     assert view_source(run.model) is None and math.isfinite(evaluated)
-    entries = []
-    for model in (run.model.merge_and_unload(), load(saved)):
-        after = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), peft=True)
-        after.train()
-        entries.append([entry["loss"] for entry in logged(after, "loss")])
-    assert entries == [pytest.approx([LN2] * 2, abs=1e-4)] * 2
+    after = made(DPOTrainer, DPOConfig, run.model.merge_and_unload(), tmp_path, pairs(), peft=True, max_steps=1)
+    after.train()
+    assert [entry["loss"] for entry in logged(after, "loss")] == pytest.approx([LN2], abs=1e-4)
 
 
 def test_self_distillation_measures_its_kl_after_training_too(tmp_path):
@@ -644,73 +631,3 @@ def test_two_ranks_draw_as_one_does_for_the_same_documents(tmp_path):
     )
     assert {**first, **second} == alone and len(first) + len(second) == len(alone) == 16
     assert len(set(alone.values())) > 8
-
-
-PATCHES = {
-    "nothing": (),
-    "rescaling": (("yarn", {"factor": 2.0}),),
-    "view": (("skip", {"skip": Uniform(1, 64)}),),
-    "both": (("yarn", {"factor": 2.0}), ("skip", {"skip": Uniform(1, 32)})),
-}
-# two micro-batches a step
-STEP = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
-
-
-def with_patches(model, patches):
-    for method, options in PATCHES[patches]:
-        patch_model(model, method, **options)
-    return model
-
-
-def losses(kind, patches, peft, tmp_path):
-    """Loss and, where there is one, KL of each logged step."""
-    if kind == "reward":
-        # equal rows: what a reward model of random weights gives for others goes by positions
-        rows = [{"chosen": words(12, i), "rejected": words(12, i)} for i in range(8)]
-        model = with_patches(reward_model(), patches)
-        config = lora()
-        config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
-        run = made(
-            RewardTrainer, RewardConfig, model, tmp_path, Dataset.from_list(rows),
-            peft=config if peft else None, **STEP,
-        )  # fmt: skip
-    elif kind in PREFERENCES:
-        trainer_class, config_class, _ = PREFERENCES[kind]
-        tiny().save_pretrained(tmp_path / "model")
-        model = with_patches(load(tmp_path / "model"), patches)
-        run = made(trainer_class, config_class, model, tmp_path, preference_data(kind), peft, **STEP)
-    else:
-        trainer_class, config_class = POLICIES[kind]
-        tiny().save_pretrained(tmp_path / "model")
-        model = with_patches(load(tmp_path / "model"), patches)
-        options = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
-        args = config_class(output_dir=str(tmp_path / "run"), **{**COMMON, **STEP, **options})
-        prompts = Dataset.from_list([{"prompt": words(6, i)} for i in range(8)])
-        run = trainer_class(
-            model=model, args=args, train_dataset=prompts, processing_class=tokenizer(), reward_funcs=mixed_rewards,
-            peft_config=lora() if peft else None,
-        )  # fmt: skip
-    run.train()
-    return [(e["loss"], e.get("kl", 0.0)) for e in logged(run, "loss", "kl")]
-
-
-BEGINS_AT = {"dpo": math.log(2), "kto": 0.5, "reward": math.log(2)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("peft", [False, True], ids=["whole model", "adapters"])
-@pytest.mark.parametrize("kind", [*BEGINS_AT, *POLICIES])
-def test_the_loss_begins_where_it_does_without_a_patch(kind, peft, tmp_path):
-    by_patches = {}
-    for patches in PATCHES:
-        torch.manual_seed(0)
-        folder = tmp_path / patches
-        by_patches[patches] = losses(kind, patches, peft, folder)
-    for entries in by_patches.values():
-        for loss, kl in entries:
-            assert kl == pytest.approx(0, abs=1e-5)
-            if kind in BEGINS_AT:
-                assert loss == pytest.approx(BEGINS_AT[kind], abs=1e-4)
-    if kind in POLICIES:  # replies are sampled under the rescaling alone
-        for before, after in (("nothing", "view"), ("rescaling", "both")):
-            assert [e[0] for e in by_patches[after]] == pytest.approx([e[0] for e in by_patches[before]], abs=1e-5)

@@ -24,7 +24,7 @@ def test_a_page_that_was_edited_is_kept_and_that_is_told(tmp_path, caplog):
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
     assert page.read_text() == edited and other.name == OTHER_CARD_NAME and "# Two" in other.read_text()
-    assert "it is kept, and the card of this model is in README.rope-patch.md" in caplog.text
+    assert "It is kept, and the card of this model is in README.rope-patch.md" in caplog.text
 
 
 def test_a_page_of_another_program_is_kept(tmp_path):
