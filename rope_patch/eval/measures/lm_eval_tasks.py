@@ -43,7 +43,9 @@ _NEW_TOKENS = 256  # lm-eval's default
 
 @dataclass(frozen=True)
 class LmEval(Result):
-    """Scores of lm-eval's tasks. Names are tasks, groups or tags as the user named them; a name stands for leaf tasks.
+    """Scores of lm-eval's tasks.
+
+    A name is a task, a group or a tag as the user named it, and stands for one or more leaf tasks.
 
     Args:
         accuracy: name -> mean over its samples of the first metric that is a score of each sample and higher is better;
