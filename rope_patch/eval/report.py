@@ -150,7 +150,10 @@ def summary(results: Results) -> list[dict[str, Any]]:
     for by_label in _comparable(results).values():
         for label, result in by_label.items():
             first = next(iter(by_label.values()))
-            for figure, value in {**result.headline(), **({} if result is first else result.beside(first))}.items():
+            for figure, value in {
+                **result.headline(),
+                **({} if result is first else result.compared_with(first)),
+            }.items():
                 rows.setdefault(figure, {})[label] = value
     return [{"figure": figure, "values": values} for figure, values in rows.items()]
 
@@ -201,9 +204,9 @@ def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:
     rows = []
     for label, result in by_label.items():
         for row in result.table():
-            value, beside = row[column], baseline.get(key(row))
-            difference = None if value is None or beside is None else value - beside
-            rows.append({"model": label, **row, f"{column} of {first}": beside, "difference": difference})
+            value, reference = row[column], baseline.get(key(row))
+            difference = None if value is None or reference is None else value - reference
+            rows.append({"model": label, **row, f"{column} of {first}": reference, "difference": difference})
     _write_rows(rows, file)
 
 

@@ -217,15 +217,15 @@ def run_suite(
             "when": description.when,
         }
         keys = {m.name: {**subject, **text, "measure": m.name, "settings": _settings(m, settings)} for m in plan.chosen}
-        told: set[str] = set()  # measures whose parts have been printed
+        printed: set[str] = set()  # measures whose parts have been printed
 
-        def memory(name: str, keys: dict[str, dict[str, Any]] = keys, told: set[str] = told) -> Remember:
+        def memory(name: str, keys: dict[str, dict[str, Any]] = keys, printed: set[str] = printed) -> Remember:
             """Stores and prints parts of a measure; settings that only choose the parts are not in their keys."""
             key = {**keys[name], "settings": _settings(MEASURES[name], keys[name]["settings"], whole=False)}
 
             def remember(part: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
                 value = stored.get({**key, "part": part}, make)
-                told.add(name)
+                printed.add(name)
                 tell(f"  {_part_line(name, part, value)}")
                 return value
 
@@ -248,7 +248,7 @@ def run_suite(
             job.name = name = measure.name
             value = stored.get(keys[name], lambda measure=measure, job=job: measure.run(job).to_dict())  # type: ignore[misc]
             result = measure.result.from_dict(value).over_window(window)
-            if name not in told:
+            if name not in printed:
                 for figure, number in result.headline().items():
                     tell(f"  {figure}: {number:.3f}")
             job.done[name] = results[name][label] = result
@@ -273,7 +273,5 @@ def _part_line(name: str, part: dict[str, Any], value: dict[str, Any]) -> str:
     if not scores:
         return f"{name}, {what}: no document is short enough"
     forced = value.get("forced_scores", [])
-    beside = f" as written, {sum(forced) / len(forced):.3f} teacher-forced" if forced else ""
-    return (
-        f"{name}, {what}: {sum(scores) / len(scores):.3f}{beside}, over {len(scores)} prompt{'s' * (len(scores) > 1)}"
-    )
+    both = f" as written, {sum(forced) / len(forced):.3f} teacher-forced" if forced else ""
+    return f"{name}, {what}: {sum(scores) / len(scores):.3f}{both}, over {len(scores)} prompt{'s' * (len(scores) > 1)}"

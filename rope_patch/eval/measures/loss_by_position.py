@@ -156,7 +156,7 @@ class LossByPosition(Result):
     def over_window(self, window: int | None) -> Self:
         return replace(self, window=window)
 
-    def beside(self, first: Self) -> dict[str, float]:
+    def compared_with(self, first: Self) -> dict[str, float]:
         return {"in-distribution penalty (%)": in_distribution_penalty(self, first)} if first.window else {}
 
     def pairs(self, first: Self, window: int | None) -> list[Pairs]:

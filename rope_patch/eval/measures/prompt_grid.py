@@ -35,7 +35,7 @@ Haystacks = Sequence[Sequence[int]]
 _DRAWS = 100  # attempts to draw a prompt that differs from the earlier ones
 
 
-def haystacks_of(
+def haystacks_by_kind(
     kinds: Sequence[Kind], tokenizer: PreTrainedTokenizerBase, text: str | Iterable[str], lengths: Sequence[int]
 ) -> dict[Kind, Haystacks]:
     """The haystacks of each kind; the kinds that are hidden in `text` share one."""
@@ -74,7 +74,7 @@ def retrieval_prompts(
 ) -> list[RetrievalPrompt]:
     """The prompts of one length that `retrieval` asks, depth by depth; arguments as in `retrieval`."""
     grid = PromptGrid(kind, tokenizer, (length,), depths, trials, n_needles, seed, chat_template, tuple(wordings))
-    return grid.of_length(length, haystacks_of((kind,), tokenizer, text, (length,))[kind])
+    return grid.prompts(length, haystacks_by_kind((kind,), tokenizer, text, (length,))[kind])
 
 
 def check_retrieval(
@@ -85,10 +85,10 @@ def check_retrieval(
     chat_template: ChatTemplate,
 ) -> None:
     """Raise ValueError if a length is too short for needles and question, or the text too short for a length."""
-    haystacks = haystacks_of((kind,), tokenizer, texts, lengths)[kind]
+    haystacks = haystacks_by_kind((kind,), tokenizer, texts, lengths)[kind]
     grid = PromptGrid(kind, tokenizer, lengths, (0.5,), N_WORDINGS, 4, 0, chat_template, ALL_WORDINGS)
     for length in lengths:
-        grid.of_length(length, haystacks)
+        grid.prompts(length, haystacks)
 
 
 def shortest_prompt(
@@ -149,7 +149,7 @@ class PromptGrid:
             wording=wording,
         )
 
-    def of_length(self, length: int, haystacks: Haystacks) -> list[RetrievalPrompt]:
+    def prompts(self, length: int, haystacks: Haystacks) -> list[RetrievalPrompt]:
         """All prompts of one length, depth by depth: all different, and equally many in each wording.
 
         They depend on the tokenizer and not on the model: the k-th prompt of two models is the same.

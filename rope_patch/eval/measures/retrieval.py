@@ -22,7 +22,7 @@ from .prompt_grid import (
     Haystacks,
     PromptGrid,
     check_retrieval,
-    haystacks_of,
+    haystacks_by_kind,
     shortest_prompt,
 )
 from .retrieval_grid import RetrievalGrid
@@ -123,7 +123,7 @@ def retrieval(
         kind: PromptGrid(kind, tokenizer, lengths, depths, trials, n_needles, seed, chat_template, tuple(wordings))
         for kind in kinds
     }
-    haystacks = haystacks_of(kinds, tokenizer, text, lengths)
+    haystacks = haystacks_by_kind(kinds, tokenizer, text, lengths)
     times = times_read(model) if progress and ask is None else 1
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
@@ -165,17 +165,17 @@ def _answers(
     done: Callable[[int], None],
 ) -> dict[Kind, dict[str, Any]]:
     """The stored results of one length, of several kinds whose questions are asked in one call."""
-    prompts = {kind: grid.of_length(length, haystacks[kind]) for kind, grid in grids.items()}
+    prompts = {kind: grid.prompts(length, haystacks[kind]) for kind, grid in grids.items()}
     questions = [
         Question(prompt.ids, grids[kind].new_tokens, prompt.right_reply) for kind in prompts for prompt in prompts[kind]
     ]
     # a prompt that has been read still lacks its reply and the right answer, which move the bar token by token
     to_come = sum(q.max_new_tokens + len(q.answer) for q in questions) // len(questions)
-    replies, said = ask(questions, lambda n: done((length - to_come) * n))
+    replies, note = ask(questions, lambda n: done((length - to_come) * n))
     found = {}
     for kind, grid in grids.items():
         n = len(prompts[kind])
-        found[kind] = {**grid.part(length, prompts[kind], replies[:n]), "said": [said] if said else []}
+        found[kind] = {**grid.part(length, prompts[kind], replies[:n]), "said": [note] if note else []}
         replies = replies[n:]
     return found
 

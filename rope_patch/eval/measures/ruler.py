@@ -25,7 +25,7 @@ from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_positio
 from .base import Job, Measure
 from .harness import evaluate, local_task, quiet, quiet_import, require_lm_eval, sample_scores
 from .retrieval_grid import RetrievalGrid
-from .squad import of_form, read_squad
+from .squad import read_squad, readable
 
 if TYPE_CHECKING:
     from ..suite import EvalPlan
@@ -256,10 +256,10 @@ def ruler_prompts(
     require_lm_eval()
     data = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
     chosen = chosen_tasks(tasks, **data)
-    beside = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
+    frame = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
     cells = [(length, task) for length in lengths for task in chosen]
     return {
-        (n, task): _documents(task, tokenizer, n, beside, samples, data.get(_NEEDS.get(task, "")))
+        (n, task): _documents(task, tokenizer, n, frame, samples, data.get(_NEEDS.get(task, "")))
         for n, task in tqdm(cells, desc="RULER prompts", unit="task", disable=not progress)
     }
 
@@ -278,10 +278,10 @@ def chosen_tasks(tasks: Sequence[str] | None, **data: Any) -> list[str]:
 
 
 def _documents(
-    task: str, tokenizer: PreTrainedTokenizerBase, length: int, beside: int, samples: int, source: str | Path | None
+    task: str, tokenizer: PreTrainedTokenizerBase, length: int, frame: int, samples: int, source: str | Path | None
 ) -> list[dict[str, Any]]:
-    """lm-eval's documents of one task and length, made from `source`; `beside` tokens stand around each prompt."""
-    room = length - beside
+    """lm-eval's documents of one task and length, made from `source`; `frame` tokens stand around each prompt."""
+    room = length - frame
     with _generators(task, length) as lm_eval:
         if task in _NEEDLES:
             kind = _NEEDLES[task]["type_haystack"]
@@ -299,14 +299,14 @@ def _documents(
             _require_room(task, tokenizer, _VT_EXAMPLE, lm_eval.vt_utils, (5, 1, 4, True), 30)
             (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=_VT_EXAMPLE, incremental=5)
             shown = f"{example['input']} {' '.join(example['outputs'])}\n\n"
-            _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30 + beside, shown)
+            _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30 + frame, shown)
             return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=room, icl_example=example)
         if task == "ruler_cwe":
-            _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, room), 120 + beside)
+            _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, room), 120 + frame)
             return lm_eval.cwe_utils.sys_word_pair_random(num_samples=samples, max_seq_length=room, tokenizer=tokenizer)
         if task == "ruler_fwe":
             empty = lm_eval.fwe_utils.TEMPLATE.format(context="", query="")
-            _require_tokens(task, length, beside + max(_FWE_SHORTEST, len(tokenizer(empty)["input_ids"])))
+            _require_tokens(task, length, frame + max(_FWE_SHORTEST, len(tokenizer(empty)["input_ids"])))
             return lm_eval.fwe_utils.sys_kwext(tokenizer=tokenizer, max_seq_length=room, num_samples=samples)
         qas, docs = _QA[task](Path(source or ""))
         return lm_eval.qa_utils.generate_samples(
@@ -463,7 +463,7 @@ def _hotpotqa(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     def texts(item: dict[str, Any]) -> list[str]:
         return [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
 
-    with of_form(file, "HotpotQA's own JSON file, or JSON lines with question, answer and context"):
+    with readable(file, "HotpotQA's own JSON file, or JSON lines with question, answer and context"):
         items: list[Any] = (
             list(read_json_lines(file)) if is_json_lines(file) else read_json(file.read_text(encoding="utf-8"))
         )

@@ -142,7 +142,7 @@ class ShortText(Result):
         rows = [{"benchmark": k, "accuracy": a, "samples": self.samples[k]} for k, a in self.accuracy.items()]
         return [*rows, {"benchmark": "mean", "accuracy": self.mean, "samples": sum(self.samples.values())}]
 
-    def beside(self, first: Self) -> dict[str, float]:
+    def compared_with(self, first: Self) -> dict[str, float]:
         return {"recovery ratio, short text (%)": recovery_ratio(self.accuracy, first.accuracy)} if first.mean else {}
 
     @classmethod
@@ -203,7 +203,7 @@ def short_text(
         if file is None:
             task = local_task(name, None, benchmark.split)
         else:
-            documents = [benchmark.convert(row) for row in islice(rows_of(name, file), limit)]
+            documents = [benchmark.convert(row) for row in islice(benchmark_rows(name, file), limit)]
             task = local_task(name, documents, benchmark.split, **benchmark.overrides)
         metrics, logged = evaluate(
             model,
@@ -247,12 +247,12 @@ def chosen_benchmarks(data: str | Path | None, benchmarks: Sequence[str] | None)
         file = files[name]
         if file is None:
             raise FileNotFoundError(f"{data} has no {BENCHMARKS[name].file}.jsonl or .jsonl.xz for {name!r}.")
-        if not list(rows_of(name, file)):
+        if not list(benchmark_rows(name, file)):
             raise ValueError(f"{file} has no rows.")
     return {name: files[name] for name in chosen}
 
 
-def rows_of(benchmark: str, file: Path) -> Iterator[Row]:
+def benchmark_rows(benchmark: str, file: Path) -> Iterator[Row]:
     """Rows of a benchmark's local file; ValueError if one lacks a field or has another type of value in it."""
     fields = BENCHMARKS[benchmark].fields
     for number, row in numbered_json_lines(file):

@@ -35,7 +35,7 @@ def read_squad(file: Path) -> list[Paragraph]:
 
     Questions without an answer, as in SQuAD 2.0, are left out.
     """
-    with of_form(file, _FORM):
+    with readable(file, _FORM):
         if is_json_lines(file):
             paragraphs: list[Any] = list(read_json_lines(file))
         else:
@@ -56,7 +56,7 @@ def read_squad(file: Path) -> list[Paragraph]:
 
 
 @contextmanager
-def of_form(file: Path, form: str) -> Iterator[None]:
+def readable(file: Path, form: str) -> Iterator[None]:
     """Turn errors of reading `file` into a ValueError that says which `form` it must have."""
     try:
         yield

@@ -26,7 +26,7 @@ def with_nan(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-def is_of_floats(hint: Any) -> bool:
+def holds_floats(hint: Any) -> bool:
     """Whether a type is float, or nested lists or dictionaries of floats without `None`."""
     parts = get_args(hint)
-    return hint is float or (NoneType not in parts and any(is_of_floats(part) for part in parts))
+    return hint is float or (NoneType not in parts and any(holds_floats(part) for part in parts))

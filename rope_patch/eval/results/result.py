@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, get_type_hints
 
 from .figures import Figure, drawn_label, save_figure
-from .json_values import is_of_floats, json_values, with_nan
+from .json_values import holds_floats, json_values, with_nan
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Result(ABC):
         both = [getattr(result, "scores", {}) for result in (first, self)]
         return [Pairs(both[0][task], both[1][task], "samples", task=task) for task in both[0] if task in both[1]]
 
-    def beside(self, first: Self) -> dict[str, float]:
+    def compared_with(self, first: Self) -> dict[str, float]:
         """Headline figures that compare this result with `first`, that of the baseline."""
         return {}
 
@@ -76,7 +76,7 @@ class Result(ABC):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The result that `to_dict` wrote; None in a field of floats becomes NaN."""
         hints = get_type_hints(cls)
-        return cls(**{k: with_nan(value) if is_of_floats(hints.get(k)) else value for k, value in values.items()})
+        return cls(**{k: with_nan(value) if holds_floats(hints.get(k)) else value for k, value in values.items()})
 
     @abstractmethod
     def headline(self) -> dict[str, float]:

@@ -22,7 +22,7 @@ from rope_patch.eval import EvalPlan, Ruler, lm_eval_tasks, ruler, run_suite, sh
 from rope_patch.eval.measures.harness import evaluate, quiet, task_index
 from rope_patch.eval.measures.lm_eval_tasks import SUGGESTED, _leaves, check_tasks
 from rope_patch.eval.measures.ruler import TASKS, chosen_tasks, ruler_prompts
-from rope_patch.eval.measures.short_text import BENCHMARKS, chosen_benchmarks, rows_of
+from rope_patch.eval.measures.short_text import BENCHMARKS, benchmark_rows, chosen_benchmarks
 from rope_patch.eval.results.cache import afresh
 from trl_ext import cli
 
@@ -181,7 +181,7 @@ def test_each_benchmark_has_the_fields_that_are_listed(tmp_path):
     common = {"text": "x", "ctx": "x.", "goal": "x", "sentence": "_", "question": "x", "passage": "x", "label": 1}
     for name, benchmark in BENCHMARKS.items():
         write_lines(tmp_path / f"{benchmark.file}.jsonl", [{**common, "choices": ["a", "b"]}])
-        (row,) = rows_of(name, tmp_path / f"{benchmark.file}.jsonl")
+        (row,) = benchmark_rows(name, tmp_path / f"{benchmark.file}.jsonl")
         assert benchmark.convert(row)
     assert set(chosen_benchmarks(tmp_path, None)) == set(BENCHMARKS)
 
@@ -501,7 +501,11 @@ def test_files_that_do_not_fit_are_refused_before_a_model_is_asked(tmp_path):
         ("gsm8k", {"gsm8k": [*GSM, {"question": "a"}]}, "line 7 of .*gsm8k.jsonl has no field answer, which the first"),
         ("gsm8k", {"gsm8k": [*GSM, [1, 2]]}, "line 7 of .*gsm8k.jsonl is no JSON object, but list"),
         ("gsm8k", {"gsm8k": []}, "gsm8k.jsonl has no rows"),
-        ("mmlu", {"mmlu": [*MMLU, {**MMLU[0], "subject": "anatmy"}]}, "mmlu.jsonl has rows of mmlu_anatmy, and lm"),
+        (
+            "mmlu",
+            {"mmlu": [*MMLU, {**MMLU[0], "subject": "anatmy"}]},
+            "mmlu.jsonl has rows of mmlu_anatmy, which are no tasks",
+        ),
         ("mmlu", {"mmlu": [{"question": "a"}]}, "has rows of mmlu_None, .* in `task`, or as mmlu_SUBJECT in `subject`"),
         ("mmlu", {"mmlu": [without_choices]}, "lm-eval's mmlu_anatomy cannot read .*mmlu.jsonl"),
         ("graphwalks", {"graphwalks_128k": [{"prompt": "a"}]}, "cannot read .*'answer_nodes' is undefined"),
