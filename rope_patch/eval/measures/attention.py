@@ -302,7 +302,7 @@ def require_recomputable_attention(model: nn.Module) -> None:
         return
     raise ValueError(
         f"{type(causal_lm).__name__} {why}: its attention cannot be measured. Leave the measures attention and entropy "
-        "out by naming others, e.g. `rope-patch eval --cliff --gain --passkey --niah`."
+        "out: `rope-patch eval` runs those that are named, e.g. --cliff --gain --passkey --niah."
     )
 
 
