@@ -165,9 +165,14 @@ def test_other_prompts_are_not_paired():
 
 
 def curve(per_block, window=1024, rows_hash="same"):
-    blocks = torch.tensor(per_block, dtype=torch.float64)
+    blocks = torch.as_tensor(per_block, dtype=torch.float64)
     loss = blocks.mean(0).repeat_interleave(64)
-    return LossByPosition(loss, len(blocks), window, tuple(map(tuple, per_block)), rows_hash)
+    return LossByPosition(loss, len(blocks), window, tuple(map(tuple, blocks.tolist())), rows_hash)
+
+
+def compared(base, other, rows_hash="same"):
+    """Losses of blocks, [n_rows, n_blocks], of the native model and of another one."""
+    return regressions({"cliff": {"native": curve(base), "other": curve(other, rows_hash=rows_hash)}})
 
 
 def test_losses_are_compared_by_spans_of_the_window():
@@ -177,7 +182,7 @@ def test_losses_are_compared_by_spans_of_the_window():
     moved[:, 4:8] += 0.2 + 0.05 * torch.randn(4, 4, generator=generator)  # 256..511
     moved[:, 16:] -= 1.0 + 0.05 * torch.randn(4, 16, generator=generator)  # beyond the window
     moved[:, 8:16] += 0.01 * torch.randn(4, 8, generator=generator)
-    comparison = regressions({"cliff": {"native": curve(base.tolist()), "other": curve(moved.tolist())}})
+    comparison = compared(base, moved)
     names = {c.name: c.outcome for c in comparison.cells}
     assert names == {
         "loss 64..127": "same",
@@ -193,7 +198,7 @@ def test_losses_are_compared_by_spans_of_the_window():
     assert (lost.n, lost.unit) == (4, "rows") and "loss 256..511 (" in words and "one text" not in words
     assert "Over 4 rows a cell, a difference of less than about" in words and "nats would not show." in words
     with pytest.raises(ValueError, match="other read other rows of cliff"):
-        regressions({"cliff": {"native": curve(base.tolist()), "other": curve(base.tolist(), rows_hash="x")}})
+        compared(base, base, rows_hash="x")
 
 
 def test_a_difference_of_losses_that_is_the_same_in_one_text_alone_is_none():
@@ -201,16 +206,16 @@ def test_a_difference_of_losses_that_is_the_same_in_one_text_alone_is_none():
     base = torch.full((4, 32), 3.0, dtype=torch.float64)
     other = base + 0.001 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     other[0] += 0.5
-    compared = regressions({"cliff": {"native": curve(base.tolist()), "other": curve(other.tolist())}})
-    assert {cell.outcome for cell in compared.cells} == {"same"}
+    found = compared(base, other)
+    assert {cell.outcome for cell in found.cells} == {"same"}
 
 
 def test_a_text_that_was_read_twice_is_one_text():
     """Two rows that are alike to the last bit have no spread: any difference would be beyond noise."""
     base = torch.full((1, 32), 3.0, dtype=torch.float64) + torch.linspace(0, 0.3, 32, dtype=torch.float64)
     other = base + 0.01 * torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
-    once = regressions({"cliff": {"native": curve(base.tolist()), "other": curve(other.tolist())}})
-    thrice = regressions({"cliff": {"native": curve(3 * base.tolist()), "other": curve(3 * other.tolist())}})
+    once = compared(base, other)
+    thrice = compared(base.repeat(3, 1), other.repeat(3, 1))
     assert thrice.cells == once.cells and thrice.cells[0].is_of_one_text
 
 
@@ -219,30 +224,28 @@ def test_losses_that_are_equal_say_nothing_of_what_would_not_show():
     base = torch.full((4, 32), 3.0, dtype=torch.float64)
     near = base + 1e-5 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     for other, told in ((base, False), (near, True)):
-        words = " ".join(regressions({"cliff": {"a": curve(base.tolist()), "b": curve(other.tolist())}}).verdict())
+        words = " ".join(compared(base, other).verdict())
         assert ("nats would not show" in words) == told and "0.000" not in words
 
 
 def test_the_verdict_of_one_row_is_of_that_text():
     base = [[3.0] * 32]
     other = [[3.0] * 16 + [3.5 + 0.01 * (k % 3) for k in range(16)]]
-    compared = regressions({"cliff": {"native": curve(base), "other": curve(other)}})
-    (lost,) = compared.below
+    found = compared(base, other)
+    (lost,) = found.below
     assert lost.is_of_one_text and (lost.n, lost.unit) == (16, "blocks of 64 tokens of one row")
-    assert any("holds for this text only" in sentence for sentence in compared.verdict())
+    assert any("holds for this text only" in sentence for sentence in found.verdict())
 
 
 def test_a_loss_that_is_no_number_is_lost():
     base = [[2.0] * 32, [3.0] * 32]
     broken = [[2.0] * 16 + [math.nan] + [2.0] * 15, [3.0] * 32]
-    both = {"native": curve(base), "broken": curve(broken)}
-    comparison = regressions({"cliff": both})
+    comparison = compared(base, broken)
     assert [c.name for c in comparison.below] == ["loss 1024..2047"] and not comparison.above
-    lost = "broken lost, all beyond the window: loss 1024..2047 (2.500 to nan, not a finite number)."
+    lost = "other lost, all beyond the window: loss 1024..2047 (2.500 to nan, not a finite number)."
     assert lost in comparison.verdict()
     for other, outcome in ((base, "above"), (broken, "same")):
-        pair = {"native": curve(broken), "other": curve(other)}
-        assert regressions({"cliff": pair}).cells[-1].outcome == outcome
+        assert compared(broken, other).cells[-1].outcome == outcome
 
 
 def test_short_text_is_compared_sample_by_sample():
@@ -324,9 +327,9 @@ def test_a_suite_is_compared_and_its_cells_appear_as_they_come(tmp_path, capsys)
         f"  passkey, {n}: 0.000 as written, 0.000 teacher-forced, over 2 prompts" for n in (400, 450)
     ] * 2
     assert sum("loss beyond" in line for line in lines) == 2
-    compared = regressions(results)
-    assert compared.baseline == "native" and compared.window == WINDOW
-    assert {c.name for c in compared.cells} >= {"passkey at 400", "passkey at 450", "loss 128..255"}
+    found = regressions(results)
+    assert found.baseline == "native" and found.window == WINDOW
+    assert {c.name for c in found.cells} >= {"passkey at 400", "passkey at 450", "loss 128..255"}
     assert all(len(r["reply"]) > 0 and r["expected"].isdigit() for r in results["passkey"]["pi"].replies)
     first, again = (results["passkey"][label].prompt_hashes for label in ("native", "pi"))
     assert first == again and len(set(first)) == 2
