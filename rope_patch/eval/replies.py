@@ -1,4 +1,4 @@
-"""What models wrote, beside what was asked for: figures alone hide an answer that is right in other words."""
+"""Replies of the models to the same prompts: scores alone hide an answer that is right in other words."""
 
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -13,25 +13,23 @@ _CHARACTERS = 400  # of a reply that the page shows
 def shown_replies(
     results: Mapping[str, Mapping[str, Result]], compared: Regressions, n: int = 3
 ) -> list[dict[str, Any]]:
-    """`n` prompts that all models were asked, with each model's answer.
+    """`n` prompts that all models got, with each model's answer.
 
-    Prompts of cells where a model lost come first, the worst in front. Then come the shortest length, the longest, and
-    the longest within the window, each of another measure if there are several. Where there are fewer cells than
-    prompts, each cell is shown once more, in another wording.
+    Prompts of lost cells come first, the largest loss in front. Then come the shortest length, the longest, and the
+    longest within the window, each from another measure if there are several. If there are fewer cells than prompts,
+    each cell is shown again in another wording.
 
     Args:
         results: measure -> label -> result.
-        compared: what was lost and won.
-        n: prompts.
+        compared: the same results, compared.
+        n: number of prompts.
 
     Returns:
         For each prompt {measure, length, wording, question, expected, answers}, with answers {label, reply, score}.
     """
     asked = _asked(results)
-    chosen: list[tuple[str, int | None]] = []
-    for cell in sorted(compared.below, key=lambda c: c.effect):
-        if cell.higher_is_better:
-            chosen.append((cell.measure, cell.length))
+    lost = sorted(compared.below, key=lambda c: c.effect)
+    chosen = [(cell.measure, cell.length) for cell in lost if cell.higher_is_better]
     lengths = sorted({length for _, length in asked if length is not None})
     inside = [length for length in lengths if compared.window is not None and length <= compared.window]
     spread = list(dict.fromkeys([*lengths[:1], *lengths[-1:], *inside[-1:], *lengths]))
@@ -46,26 +44,25 @@ def shown_replies(
 
 
 def _asked(results: Mapping[str, Mapping[str, Result]]) -> dict[tuple[str, int | None], list[dict[str, Any]]]:
-    """(measure, length) -> its prompts with the answers of all models; each cell begins with another wording."""
+    """(measure, length) -> prompts with the answers of all models; each cell begins with another wording."""
     cells: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
     for measure, by_label in results.items():
         kept = {label: getattr(result, "replies", []) for label, result in by_label.items()}
         by_cell: dict[tuple[str, int | None], list[dict[str, dict[str, Any]]]] = {}
-        for k, replies in enumerate(zip(*kept.values(), strict=False)):
+        for replies in zip(*kept.values(), strict=False):
             asked = replies[0]
             if any((r.get("length"), r["question"]) != (asked.get("length"), asked["question"]) for r in replies):
-                continue  # the models were not asked the same
+                continue  # the models got different prompts
             name = f"{measure} {asked['task']}" if "task" in asked else measure
-            same = dict(zip(kept, (of_label[k] for of_label in kept.values()), strict=True))
-            by_cell.setdefault((name, asked.get("length")), []).append(same)
+            by_cell.setdefault((name, asked.get("length")), []).append(dict(zip(kept, replies, strict=True)))
         for number, (cell, prompts) in enumerate(by_cell.items()):
             first = number % len(prompts)
-            cells[cell] = [_shown(*cell, answers) for answers in prompts[first:] + prompts[:first]]
+            cells[cell] = [_page_prompt(*cell, answers) for answers in prompts[first:] + prompts[:first]]
     return cells
 
 
-def _shown(measure: str, length: int | None, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One prompt as the page shows it; `answers` are the replies to it, by label."""
+def _page_prompt(measure: str, length: int | None, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A prompt as the page shows it; `answers` maps labels to replies."""
     first = next(iter(answers.values()))
     return {
         "measure": measure,

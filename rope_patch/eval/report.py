@@ -1,4 +1,4 @@
-"""Figures, tables and one page from the results of a suite."""
+"""The report of a suite: one page, figures and tables."""
 
 import base64
 import csv
@@ -28,29 +28,27 @@ _CELLS = "tables/regressions.csv"
 def write_report(
     results: Results, folder: str | Path, *, title: str, settings: Mapping[str, Any], window: int | None = None
 ) -> Path:
-    """Write everything about `results` to `folder`.
+    """Write a report of `results` to `folder`.
 
-    `report.html` needs no other file: pictures are inside it. It opens with what each model lost and won beside the
-    first one, the cells where it lost, and some of the models' own answers. Beside it are `results.json`,
-    `tables/regressions.csv`, and for each measure `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`. Those
-    that an earlier report left in the folder are removed; other files stay. A figure that is NaN or infinite is null in
-    `results.json`.
+    `report.html` contains its pictures and needs no other file. It opens with what each model lost and won against the
+    baseline, the cells that it lost, and some replies of the models. Beside it are `results.json`,
+    `tables/regressions.csv`, and for each measure `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`. Figures
+    and tables of an earlier report are removed; other files stay. NaN and infinity are null in `results.json`.
 
     Args:
-        results: measure -> label -> result; the label "native", or else the first, is what the others are compared
-            with.
-        folder: made if it is not there.
-        title: of the page.
-        settings: how it was measured, shown at the end of the page.
-        window: positions within which a cell counts as inside; None means that of the loss by position.
+        results: measure -> label -> result; the baseline is "native", or else the first label.
+        folder: folder of the report; it is made if it does not exist.
+        title: title of the page.
+        settings: how the results were measured; the page shows it at its end.
+        window: positions up to which a cell lies within the window; None means the window of the loss by position.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
         ImportError: Jinja2 or matplotlib is not installed.
         OSError: the folder cannot be written to.
-        ValueError: models were asked different prompts.
+        ValueError: models got different prompts.
     """
     require_report(folder)
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -58,8 +56,10 @@ def write_report(
     folder = Path(folder)
     results = _comparable(results)
     compared = regressions(results, window=window)
-    replies = shown_replies(results, compared)
-    _remove_earlier(folder, results)
+    # files of an earlier report: those of measures that are not in this one would stay and be out of date
+    for name in {*MEASURES, *results}:
+        for file in (f"figures/{name}.png", f"figures/{name}.svg", f"tables/{name}.csv", _CELLS):
+            (folder / file).unlink(missing_ok=True)
     sections = []
     for name, by_label in results.items():
         if not by_label:
@@ -77,18 +77,16 @@ def write_report(
                 "files": [f"figures/{png.name}", f"figures/{svg.name}", f"tables/{name}.csv"],
             }
         )
-    labels = [label for label in (compared.baseline, *compared.labels) if label]
+    _write_rows([_cell_row(cell) for cell in compared.cells], folder / _CELLS)
     packages = installed_versions("torch", "transformers", "peft", "lm_eval")
     facts = {**settings, **packages, "device": device_name(torch.cuda.is_available())}
     figures = summary(results)
-    values = {measure: {k: r.to_dict() for k, r in by_label.items()} for measure, by_label in results.items()}
-    _write_rows([_cell_row(cell) for cell in compared.cells], folder / _CELLS)
     stored = {
         "title": title,
         "settings": facts,
         "summary": figures,
         "regressions": compared.to_dict(),
-        "results": values,
+        "results": {measure: {k: r.to_dict() for k, r in by_label.items()} for measure, by_label in results.items()},
     }
     text = json.dumps(json_values(stored), indent=1, allow_nan=False)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
@@ -101,11 +99,11 @@ def write_report(
             title=title,
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             style=(files("rope_patch.eval") / "templates" / "report.css").read_text(encoding="utf-8"),
-            labels=labels,
+            labels=[label for label in (compared.baseline, *compared.labels) if label],
             verdict=compared.verdict(),
-            below=[_shown(cell) for cell in compared.below],
-            above=[_shown(cell) for cell in compared.above],
-            replies=replies,
+            below=[_page_row(cell) for cell in compared.below],
+            above=[_page_row(cell) for cell in compared.above],
+            replies=shown_replies(results, compared),
             n_wordings=N_WORDINGS,
             summary=figures,
             sections=sections,
@@ -116,21 +114,8 @@ def write_report(
     return page
 
 
-def _remove_earlier(folder: Path, results: Results) -> None:
-    """Remove figures and tables of an earlier report: what is not measured this time would stay and be out of date."""
-    for name in {*MEASURES, *results}:
-        for file in (f"figures/{name}.png", f"figures/{name}.svg", f"tables/{name}.csv"):
-            (folder / file).unlink(missing_ok=True)
-    (folder / _CELLS).unlink(missing_ok=True)
-
-
 def require_report(folder: str | Path) -> None:
-    """Raise what `write_report` would raise for want of a package or a folder, before anything is measured.
-
-    Raises:
-        ImportError: Jinja2 or matplotlib is not installed.
-        OSError: the folder cannot be made or written to.
-    """
+    """Raise, before anything is measured, if `write_report` lacks a package or a folder that it can write to."""
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
@@ -140,7 +125,7 @@ def require_report(folder: str | Path) -> None:
 
 
 def require_writable(folder: str | Path) -> None:
-    """Make `folder` if it is not there, and raise OSError if no file can be written in it."""
+    """Make `folder` if it does not exist, and raise OSError if no file can be written in it."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -150,7 +135,7 @@ def require_writable(folder: str | Path) -> None:
 
 
 def _comparable(results: Results) -> Results:
-    """The same, the model that others are compared with in front, all losses told over its window."""
+    """`results` with the baseline in front, and all losses over its window."""
     comparable: Results = {}
     for name, by_label in results.items():
         ordered = baseline_first(by_label)
@@ -160,18 +145,21 @@ def _comparable(results: Results) -> Results:
 
 
 def summary(results: Results) -> list[dict[str, Any]]:
-    """One row a headline figure: {figure, values}, values by label, with what compares a model with the first one."""
+    """Rows {figure, values} of headline figures, values by label, with the figures that compare with the baseline."""
     rows: dict[str, dict[str, float]] = {}
     for by_label in _comparable(results).values():
         for label, result in by_label.items():
             first = next(iter(by_label.values()))
-            for figure, value in {**result.headline(), **({} if result is first else result.beside(first))}.items():
+            for figure, value in {
+                **result.headline(),
+                **({} if result is first else result.compared_with(first)),
+            }.items():
                 rows.setdefault(figure, {})[label] = value
     return [{"figure": figure, "values": values} for figure, values in rows.items()]
 
 
 def _cell_row(cell: Cell) -> dict[str, Any]:
-    """A cell as people read it: shares in percent, losses in nats."""
+    """A row of `regressions.csv`: scores in percent, losses in nats."""
     scale, unit = (100, "%") if cell.higher_is_better else (1, "nats")
     digits = 1 if cell.higher_is_better else 3
     figures = {
@@ -193,8 +181,8 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _shown(cell: Cell) -> dict[str, Any]:
-    """A cell as the page shows it: every figure of a column with as many digits."""
+def _page_row(cell: Cell) -> dict[str, Any]:
+    """A row of the page's tables, with signs, units and a fixed number of digits."""
     row = _cell_row(cell)
     digits = 1 if cell.higher_is_better else 3
     shown = {name: f"{row[name]:.{digits}f} {row['in']}" for name in ("first", "model's")}
@@ -203,22 +191,22 @@ def _shown(cell: Cell) -> dict[str, Any]:
 
 
 def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:
-    """One row a figure, with the first model's figure and the difference from it beside it."""
+    """Write the tables of all models, with the baseline's figure and the difference from it in each row."""
     (first, first_result), *_ = by_label.items()
     column = first_result.column
-    counted = {column, "teacher_forced", "count", "prompts", "samples", "left_out"}
+    measured = {column, "teacher_forced", "count", "prompts", "samples", "left_out"}
 
-    def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(value for name, value in row.items() if name not in counted)
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What identifies a row: length, depth, task and so on."""
+        return tuple(value for name, value in row.items() if name not in measured)
 
-    of_first = {place(row): row[column] for row in first_result.table()}
+    baseline = {key(row): row[column] for row in first_result.table()}
     rows = []
     for label, result in by_label.items():
         for row in result.table():
-            beside = of_first.get(place(row))
-            known = beside is not None and row[column] is not None
-            difference = row[column] - beside if known else None
-            rows.append({"model": label, **row, f"{column} of {first}": beside, "difference": difference})
+            value, reference = row[column], baseline.get(key(row))
+            difference = None if value is None or reference is None else value - reference
+            rows.append({"model": label, **row, f"{column} of {first}": reference, "difference": difference})
     _write_rows(rows, file)
 
 

@@ -1,4 +1,4 @@
-"""Several measurements of several models in one go, each kept on disk as soon as it is done."""
+"""Run several measures on several models; each result is stored on disk as soon as it is there."""
 
 import gc
 from collections.abc import Callable, Mapping
@@ -49,40 +49,38 @@ Results = dict[str, dict[str, Result]]
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What is measured, on how much; equal plans on equal models and text are found in the cache.
+    """What is measured. The same plan with the same models and texts finds its results in the cache.
 
-    Most fields are flags of `rope-patch eval` too, whose help says what stands here.
+    Most fields are also flags of `rope-patch eval`, whose help shows the descriptions below.
 
     Args:
-        measures: names out of `MEASURES`, in this order.
+        measures: names from `MEASURES`, in this order.
         length: tokens in the longest row.
         n_rows: held-out rows for loss by position, context gain, attention and view KL.
-        lengths: prompt lengths for retrieval and RULER. `rope-patch eval` takes by default those from a sixteenth of
-            the window on in powers of two to `length`, as far as needles and question fit in.
-        ruler_lengths: the same for RULER; default: `lengths`.
-        trials: retrieval prompts of each length and depth, in four wordings in turn; default: 2. There are ten depths:
-            20 gives 200 prompts a length.
-        depths: places of the needle, 0 the start of the text and 1 its end.
-        ruler_tasks: tasks of RULER; default: all whose data are given.
-        ruler_samples: prompts of each RULER task and length; default: 20.
+        lengths: prompt lengths for retrieval and RULER, in tokens. The default of `rope-patch eval` begins at a
+            sixteenth of the window and doubles up to `length`, without lengths that are too short for the needles.
+        ruler_lengths: prompt lengths for RULER, in tokens; default: `lengths`.
+        trials: retrieval prompts for each length and depth, in four wordings in turn; default: 2. There are ten depths,
+            so 20 gives 200 prompts for each length.
+        depths: depths of the needle; 0 is the start of the text and 1 its end.
+        ruler_tasks: RULER tasks; default: all whose data are given.
+        ruler_samples: prompts for each RULER task and length; default: 20.
         squad: SQuAD's JSON file for RULER's first QA task.
         hotpotqa: HotpotQA's JSON file for RULER's second QA task.
-        short_data: folder of short-text benchmarks as .jsonl(.xz); default: from the hub.
-        benchmarks: short-text benchmarks; default: all that there are.
-        limit: samples of each short-text benchmark and of each of lm-eval's tasks at most; default: all.
+        short_data: folder of short-text benchmarks as .jsonl(.xz); default: the hub.
+        benchmarks: short-text benchmarks; default: all whose data are there.
+        limit: maximum number of samples of each short-text benchmark and of each of lm-eval's tasks; default: all.
         lm_eval: lm-eval's tasks, by its names.
-        lm_eval_data: folder with the data of lm-eval's tasks as TASK.jsonl(.xz); default: from the hub.
-        batch_size: prompts answered at once, at most, and a quarter of the short requests in a forward; default: as
-            many prompts as memory holds, 4 of lm-eval's tasks, and 16 short requests.
-        seed: of retrieval prompts.
-        chat_template: whether retrieval, RULER, short text and lm-eval's tasks are asked through the tokenizer's chat
-            template; auto, the default: if it has one, and LAMBADA as raw text. Loss by position reads raw text in any
-            case.
-        window: positions over which all models are compared, within and beyond; default: the trained window of the
-            first model.
-        backend: who answers retrieval prompts; default: transformers. vllm, where it is installed: for checkpoints,
-            neither adapters nor rescaled after loading; its first answers are compared with Transformers'. All else is
-            measured by Transformers.
+        lm_eval_data: folder with the data of lm-eval's tasks as TASK.jsonl(.xz); default: the hub.
+        batch_size: maximum number of prompts answered at once; four times as many short requests share a forward pass.
+            Default: as many prompts as memory holds, 4 prompts of lm-eval's tasks, and 16 short requests.
+        seed: seed of the retrieval prompts.
+        chat_template: whether retrieval, RULER, short text and lm-eval's tasks use the tokenizer's chat template;
+            default: auto, if there is one, except for LAMBADA. Loss by position always reads raw text.
+        window: window over which all models are compared, in positions; default: the trained window of the first model.
+        backend: what answers retrieval prompts; default: transformers. vllm has to be installed, and takes checkpoints
+            without adapters or rescaling after loading. Its first answers are compared with Transformers', which
+            measures everything else.
     """
 
     measures: tuple[str, ...]
@@ -108,22 +106,22 @@ class EvalPlan:
     backend: Backend = "transformers"
 
     def __post_init__(self) -> None:
-        _ = self.chosen  # an unknown name is refused
+        _ = self.chosen  # raises for an unknown name
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
 
     @property
     def chosen(self) -> list[Measure]:
-        """What the names in `measures` stand for."""
+        """The measures that `measures` names."""
         return [MEASURES[name] for name in self.measures]
 
     @property
     def asks(self) -> bool:
-        """Whether questions are asked, through the chat template if it says so."""
+        """Whether any measure asks questions, for which `chat_template` counts."""
         return any(measure.asks for measure in self.chosen)
 
     def check(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-        """Raise what a measure would raise for want of a package, a file, a name or enough text, without a model."""
+        """Raise, without a model, if a measure lacks a package, a file, a name or enough text."""
         self.check_rows(self.window)
         uses_chat_template(tokenizer, self.chat_template)
         for check in dict.fromkeys(measure.check for measure in self.chosen):
@@ -131,19 +129,19 @@ class EvalPlan:
 
     @property
     def model_checks(self) -> list[Callable[[nn.Module], None]]:
-        """Each raises for a model, with its weights or without, that one of the measures cannot measure."""
+        """Checks that raise for a model, with or without its weights, that one of the measures cannot measure."""
         return list(dict.fromkeys(m.check_model for m in self.chosen if m.check_model is not None))
 
     def too_short(self, window: int | None) -> dict[str, int]:
-        """Measures that rows of `length` tokens are too short for -> the tokens that they need."""
+        """Measures for which rows of `length` tokens are too short -> the tokens that they need."""
         least = {measure.name: measure.least(window) for measure in self.chosen}
         return {name: tokens for name, tokens in least.items() if self.length < tokens}
 
     def check_rows(self, window: int | None) -> None:
-        """Raise ValueError if the rows are too short for a measure, where `window` positions were trained."""
+        """Raise ValueError if the rows are too short for a measure of a model with this trained window."""
         for name, least in self.too_short(window).items():
             raise ValueError(
-                f"{name} needs rows of at least {least} tokens, and length is {self.length}: give a longer length, or "
+                f"{name} needs rows of at least {least} tokens, and length is {self.length}: use a longer length, or "
                 f"leave {name} out."
             )
 
@@ -158,21 +156,19 @@ def run_suite(
     checkpoints: Mapping[str, str] | None = None,
     tell: Callable[[str], object] = tell,
 ) -> Results:
-    """Measure every model by `plan`, one model in memory at a time, and tell each figure as soon as it is there.
+    """Measure every model by `plan`, with one model in memory at a time, and print each figure as soon as it is there.
 
-    What is missing, a package, a file or enough text, shows before the first model is loaded. Losses within and beyond
-    the window are told of all models over one window, the first one's if the plan names none. A model labelled "native"
-    counts as the first.
+    Missing packages, files or text raise before the first model is loaded. All models are compared over one window,
+    which is the baseline's if the plan has none. The baseline is the model labelled "native", or else the first.
 
     Args:
-        models: label -> a function that loads the model.
-        tokenizer: of all of them.
+        models: label -> function that loads the model.
+        tokenizer: tokenizer of all models.
         texts: held-out documents for rows and haystacks, long ones first.
         plan: what is measured.
-        cache: folder of results; what is in it is not measured again.
-        checkpoints: label -> hub id or folder of the same model, which vLLM loads; needed where the plan's backend is
-            "vllm" and read by nothing else.
-        tell: is given each line; by default it is printed above the bars.
+        cache: folder of stored results, which are not measured again.
+        checkpoints: label -> hub id or folder of the same model, for vLLM; only backend "vllm" needs it.
+        tell: called with each line; by default it prints above the progress bars.
 
     Returns:
         measure -> label -> result.
@@ -183,13 +179,13 @@ def run_suite(
     """
     checkpoints = checkpoints or {}
     results: Results = {name: {} for name in plan.measures}
-    kept = ResultCache(cache)
+    stored = ResultCache(cache)
     special = SpecialTokens.of(tokenizer)
-    # the template itself: "auto" may find another one next time
+    # the key holds the template itself, because "auto" may find another one next time
     chat = str(tokenizer.chat_template) if uses_chat_template(tokenizer, plan.chat_template) else None
     by_vllm = plan.backend == "vllm"
     settings = {**asdict(plan), "chat_template": chat, "backend": f"vllm {vllm_version()}" if by_vllm else plan.backend}
-    # results depend on what is in files, not on where they lie
+    # results depend on the contents of files, not on their paths
     settings |= {k: files_hash(settings[k]) for m in plan.chosen for k in m.files if settings[k]}
     plan.check(tokenizer, texts)
     if by_vllm:
@@ -221,7 +217,20 @@ def run_suite(
             "when": description.when,
         }
         keys = {m.name: {**subject, **text, "measure": m.name, "settings": _settings(m, settings)} for m in plan.chosen}
-        announced: set[str] = set()
+        printed: set[str] = set()  # measures whose parts have been printed
+
+        def memory(name: str, keys: dict[str, dict[str, Any]] = keys, printed: set[str] = printed) -> Remember:
+            """Stores and prints parts of a measure; settings that only choose the parts are not in their keys."""
+            key = {**keys[name], "settings": _settings(MEASURES[name], keys[name]["settings"], whole=False)}
+
+            def remember(part: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+                value = stored.get({**key, "part": part}, make)
+                printed.add(name)
+                tell(f"  {_part_line(name, part, value)}")
+                return value
+
+            return remember
+
         job = Job(
             model,
             tokenizer,
@@ -231,57 +240,38 @@ def run_suite(
             special.begin,
             window,
             checkpoints.get(label),
-            memory=lambda name, keys=keys, announced=announced: _memory(  # type: ignore[misc]
-                kept, MEASURES[name], keys[name], announced, tell
-            ),
-            is_kept=lambda name, keys=keys: kept.has(keys[name]),  # type: ignore[misc]
+            memory=memory,
+            is_kept=lambda name, keys=keys: stored.has(keys[name]),  # type: ignore[misc]
         )
         del model
         for measure in plan.chosen:
             job.name = name = measure.name
-            value = kept.get(keys[name], lambda measure=measure, job=job: measure.run(job).to_dict())  # type: ignore[misc]
+            value = stored.get(keys[name], lambda measure=measure, job=job: measure.run(job).to_dict())  # type: ignore[misc]
             result = measure.result.from_dict(value).over_window(window)
-            if name not in announced:
+            if name not in printed:
                 for figure, number in result.headline().items():
                     tell(f"  {figure}: {number:.3f}")
             job.done[name] = results[name][label] = result
         del job
-        gc.collect()  # a model with hooks is a cycle
+        gc.collect()  # a model with hooks is a reference cycle
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return results
 
 
 def _settings(measure: Measure, settings: Mapping[str, Any], *, whole: bool = True) -> dict[str, Any]:
-    """What a measure, or a part of it, depends on beside the model and the text."""
-    of_rows = ("length", "n_rows") if measure.reads_rows else ()
-    names = (*of_rows, *measure.settings, *measure.files, *(measure.parts if whole else ()))
+    """The settings that a measure depends on, or one of its parts if not `whole`."""
+    row_settings = ("length", "n_rows") if measure.reads_rows else ()
+    names = (*row_settings, *measure.settings, *measure.files, *(measure.parts if whole else ()))
     return {name: settings[name] for name in names}
 
 
-def _memory(
-    kept: ResultCache, measure: Measure, key: Mapping[str, Any], announced: set[str], tell: Callable[[str], object]
-) -> Remember:
-    """Keeps parts of a measure and tells each figure; what is asked for beside a part does not change it."""
-    parts = {**key, "settings": _settings(measure, key["settings"], whole=False)}
-
-    def remember(part: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        value = kept.get({**parts, "part": part}, make)
-        announced.add(measure.name)
-        tell(f"  {_part_said(measure.name, part, value)}")
-        return value
-
-    return remember
-
-
-def _part_said(name: str, part: dict[str, Any], value: dict[str, Any]) -> str:
-    """A figure of one length, task or benchmark, in words."""
+def _part_line(name: str, part: dict[str, Any], value: dict[str, Any]) -> str:
+    """The line that is printed for one length, task or benchmark."""
     scores = value.get("scores", [])
     what = " at ".join(str(part[k]) for k in ("task", "benchmark", "length") if k in part)
     if not scores:
-        return f"{name}, {what}: nothing that is short enough"
+        return f"{name}, {what}: no document is short enough"
     forced = value.get("forced_scores", [])
-    beside = f" as written, {sum(forced) / len(forced):.3f} teacher-forced" if forced else ""
-    return (
-        f"{name}, {what}: {sum(scores) / len(scores):.3f}{beside}, over {len(scores)} prompt{'s' * (len(scores) > 1)}"
-    )
+    both = f" as written, {sum(forced) / len(forced):.3f} teacher-forced" if forced else ""
+    return f"{name}, {what}: {sum(scores) / len(scores):.3f}{both}, over {len(scores)} prompt{'s' * (len(scores) > 1)}"

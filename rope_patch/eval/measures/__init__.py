@@ -1,4 +1,4 @@
 """The measures, one file each, and the prompts that several of them share.
 
-The suite imports them; each imports `results` alone.
+`suite.py` imports them. They import `results`, and no other part of `eval`.
 """

@@ -5,25 +5,24 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from ..results.figures import HEIGHT, Figure, add_legend, compact, new_figure
 from ..results.result import Result
 from .base import Measure
 from .retrieval_grid import RetrievalGrid
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ..suite import EvalPlan
 
 
 @dataclass(frozen=True)
 class AnswerPositionAccuracy(Result):
-    """Accuracy by where in the prompt the answer stands, for each kind of prompt and each length.
+    """Accuracy by the position of the answer in the prompt, for each kind of prompt and each length.
 
     Args:
-        curves: one for each kind and length, as {kind, length, accuracy, count, mid_third_gap}. `accuracy` is the mean
-            score of each bin, None where no prompt fell into it; bins are equal parts of the prompt. `count` is the
-            number of prompts in each; `mid_third_gap` is the accuracy of answers in the middle third minus that in the
-            outer thirds, None without either.
+        curves: one curve for each kind and length, as {kind, length, accuracy, count, mid_third_gap}. Bins are equal
+            parts of the prompt: `accuracy` [n_bins] is the mean score in each, None without a prompt, and `count`
+            [n_bins] the number of prompts. `mid_third_gap` is the accuracy for answers in the middle third minus that
+            in the outer thirds, None if either has no prompt.
     """
 
     title: ClassVar[str] = "Accuracy by answer position"
@@ -53,9 +52,7 @@ class AnswerPositionAccuracy(Result):
         ]
 
     @classmethod
-    def figure(cls, results: Mapping[str, Self]) -> "Figure":
-        from ..results.figures import HEIGHT, add_legend, compact, new_figure
-
+    def figure(cls, results: Mapping[str, Self]) -> Figure:
         places = [(c["kind"], c["length"]) for r in results.values() for c in r.curves]
         kinds, lengths = list(dict.fromkeys(kind for kind, _ in places)), sorted({length for _, length in places})
         figure, all_axes = new_figure(len(lengths), max(HEIGHT, 1 + 1.6 * len(kinds)), row_heights=[1] * len(kinds))
@@ -67,35 +64,36 @@ class AnswerPositionAccuracy(Result):
             panels[kind, lengths[0]].set_ylabel(kind)
         for length in lengths:
             panels[kinds[0], length].set_title(f"{compact(length)} tokens")
-        figure.suptitle("accuracy by place of the answer: 0 is the start of the prompt, 1 its end")
+        figure.suptitle("accuracy by position of the answer: 0 is the start of the prompt, 1 its end")
         add_legend(figure, all_axes[0])
         return figure
 
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
-        said = [sentence for label, result in results.items() for sentence in result.said(label)]
+        gaps = [sentence for label, result in results.items() for sentence in result.gaps(label)]
         counts = [n for r in results.values() for c in r.curves for n in c["count"] if n]
         n = "a single prompt" if max(counts) == 1 else f"at most {max(counts)} prompts"
         return [
-            *said,
-            f"Each point is the mean of {n}. A curve is flat if the model finds the "
-            "answer equally often everywhere, and also if it finds none.",
+            *gaps,
+            f"Each point is the mean of {n}. A curve is flat if the model finds the answer equally often everywhere, "
+            "and also if it finds none.",
         ]
 
-    def said(self, label: str) -> list[str]:
-        """The gap of the middle third at each length, in a sentence a kind."""
+    def gaps(self, label: str) -> list[str]:
+        """The gap between middle and outer thirds at each length, one sentence for each kind."""
         gaps: dict[str, list[str]] = {}
         for c in self.curves:
             if c["mid_third_gap"] is not None:
                 gaps.setdefault(c["kind"], []).append(f"{100 * c['mid_third_gap']:+.0f} at {c['length']} tokens")
         return [
-            f"{label}, {kind}: the middle third of the prompt against the outer two, in points: {', '.join(of_kind)}."
-            for kind, of_kind in gaps.items()
+            f"{label}, {kind}: accuracy in the middle third of the prompt minus that in the outer thirds, in points: "
+            f"{', '.join(by_length)}."
+            for kind, by_length in gaps.items()
         ]
 
 
 def draw_by_place(axes: Any, curve: Mapping[str, Any], label: str) -> None:
-    """One of `AnswerPositionAccuracy.curves`; bins without a prompt are passed over."""
+    """Draw one of `AnswerPositionAccuracy.curves` without the bins that have no prompt."""
     known = [((k + 0.5) / len(curve["count"]), y) for k, y in enumerate(curve["accuracy"]) if y is not None]
     axes.plot([x for x, _ in known], [y for _, y in known], marker="o", markersize=4, label=label)
     axes.set(xlim=(0, 1), ylim=(-0.02, 1.02), xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
@@ -105,7 +103,7 @@ def draw_by_place(axes: Any, curve: Mapping[str, Any], label: str) -> None:
 def accuracy_by_answer_position(
     grids: RetrievalGrid | Iterable[RetrievalGrid], *, n_bins: int = 10
 ) -> AnswerPositionAccuracy:
-    """Prompts of each kind and length in `n_bins` equal bins of answer position over prompt length.
+    """Mean score of the prompts of each kind and length in `n_bins` equal bins of answer position / prompt length.
 
     Source: RPSD, arXiv:2604.14339, accuracy by answer position.
     """
@@ -133,7 +131,7 @@ def accuracy_by_answer_position(
 def _check(plan: "EvalPlan", *_: object) -> None:
     before = plan.chosen[: plan.measures.index(POSITION.name)]
     if not any(measure.result is RetrievalGrid for measure in before):
-        raise ValueError("position is read off the answers to retrieval prompts: name passkey or a niah before it.")
+        raise ValueError("position needs the answers to retrieval prompts: name passkey or a niah before it.")
 
 
 POSITION = Measure(

@@ -1,9 +1,9 @@
-"""Where the last tokens look, recomputed from queries and keys: never an n x n map."""
+"""Attention distance and entropy, recomputed from q and k for chosen queries, without an n x n map."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -12,23 +12,21 @@ from ...attention.plain import last_hidden_states
 from ...families.attention_calls import AttentionCall, attention_name
 from ...families.capabilities import computes_own_attention
 from ...rope.rotary import find_causal_lm, find_decoder, rotary_owners
+from ..results.figures import Figure, add_legend, compact, draw_bars, line_figure, new_figure
 from ..results.progress import token_bar
 from ..results.result import Result
 from .base import Measure
 from .subject import Subject
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# (layer index, softmax over keys [n_heads of one group, n_queries, seq_len] float32, the share of attention that goes
-# to keys [n_heads of one group, n_queries, 1] float32, which is 1 without an attention sink)
 Visit = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Called with the attention of one GQA group: layer index; softmax over keys, float32 [group size, n_queries, seq_len];
+and share of attention that goes to keys, float32 [group size, n_queries, 1], which is 1 without an attention sink."""
 
-# modules that give a layer other keys than those of its tokens, or let each query see some of them only
+# names of modules that compress the keys of a layer, or choose the keys that each query sees
 _CHOOSES_KEYS = ("indexer", "compressor")
 
 LAST = 256
-"""Queries at the end of a row whose distances are counted where no number is named: RPSD's."""
+"""Default number of queries at the end of a row, as in RPSD."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,13 @@ class AttentionDistance(Result):
 
     Args:
         seq_len: tokens in a row.
-        last: queries counted, at the end of each row.
-        threshold: weights above this count in `count`.
-        edges: distances, query index minus key index, between which `count` and `mass` are summed.
-        count: [n_layers][n_bins], weights above the threshold, per query and head.
-        mass: [n_layers][n_bins], attention weight, per query and head; a layer's sum is 1, or less by what its
-            attention sinks take, as in gpt-oss.
-        n_rows: rows that the means are over.
+        last: number of queries, at the end of each row.
+        threshold: weights above it count in `count`.
+        edges: edges of the bins, in tokens of distance: query index minus key index.
+        count: [n_layers][n_bins], number of weights above the threshold, per query and head.
+        mass: [n_layers][n_bins], attention weight, per query and head. A layer sums to 1, or less if attention sinks
+            take a share, as in gpt-oss.
+        n_rows: number of rows in the means.
     """
 
     title: ClassVar[str] = "Attention distance"
@@ -59,7 +57,7 @@ class AttentionDistance(Result):
 
     @property
     def far(self) -> int:
-        """The last edge within a quarter of the row, in tokens: what the headline counts from."""
+        """Distance from which the headline counts, in tokens: the last edge within a quarter of the row."""
         return max((e for e in self.edges[:-1] if e <= self.seq_len // 4), default=0)
 
     def headline(self) -> dict[str, float]:
@@ -73,14 +71,12 @@ class AttentionDistance(Result):
         ]
 
     def mean_mass(self, beyond: int = 0) -> float:
-        """Share of attention that goes to keys at least `beyond` tokens back, mean over layers; `beyond` an edge."""
+        """Share of attention to keys at least `beyond` tokens back, mean over layers; `beyond` is one of `edges`."""
         first = self.edges.index(beyond)
         return sum(sum(layer[first:]) for layer in self.mass) / len(self.mass)
 
     @classmethod
-    def figure(cls, results: Mapping[str, Self]) -> "Figure":
-        from ..results.figures import add_legend, compact, draw_bars, new_figure
-
+    def figure(cls, results: Mapping[str, Self]) -> Figure:
         figure, (left, right) = new_figure(2, share_y=False)
         first = next(iter(results.values()))
         groups = [compact(a) for a in first.edges[:-1]]
@@ -90,7 +86,7 @@ class AttentionDistance(Result):
         ):
             means = {k: [sum(c) / len(c) for c in zip(*getattr(r, name), strict=True)] for k, r in results.items()}
             draw_bars(axes, groups, means)
-            axes.tick_params(axis="x", labelsize=9, rotation=60)  # of 18 bars in rows of 131072
+            axes.tick_params(axis="x", labelsize=9, rotation=60)  # rows of 131072 tokens have 18 bars
             axes.set(xlabel="distance (tokens), its lower end", ylabel=label)
         figure.suptitle(f"last {first.last} queries of {first.seq_len} tokens, mean over layers and heads")
         add_legend(figure, left)
@@ -99,27 +95,30 @@ class AttentionDistance(Result):
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
         far = next(iter(results.values())).far
-        said = [
+        sentences = [
             f"{label}: {100 * r.mean_mass(far):.1f} % of the attention goes at least {far} tokens back."
             for label, r in results.items()
         ]
-        return [*said, "Far positions that were never trained draw attention whatever stands there: less is not worse."]
+        return [
+            *sentences,
+            "Untrained positions far back draw attention whatever token is there, so a lower share is not worse.",
+        ]
 
 
 @dataclass(frozen=True)
 class EntropyRatio(Result):
-    """Row entropy of attention beyond the window over that within it.
+    """Mean entropy of attention rows of queries beyond the window, over that of queries within it.
 
-    Of what goes to keys: where heads have attention sinks, as in gpt-oss, weights count as multiples of their sum.
+    Weights are normalised over keys, without the share of attention sinks.
 
     Args:
-        window: positions on either side of which entropies are compared.
-        inside: mean row entropy of queries within it, in nats, over layers, heads and rows.
-        beyond: the same of queries beyond it.
-        inside_share: mean of entropy / ln(visible keys) within it: entropy grows with what is visible anyway.
-        beyond_share: the same beyond it.
+        window: positions that separate queries within from queries beyond.
+        inside: mean row entropy of queries within the window, in nats, over layers, heads and rows.
+        beyond: mean row entropy of queries beyond the window.
+        inside_share: mean of entropy / ln(visible keys) within the window, since entropy grows with the number of keys.
+        beyond_share: mean of entropy / ln(visible keys) beyond the window.
         by_layer: [n_layers], ratio of each layer.
-        n_rows: rows that the means are over.
+        n_rows: number of rows in the means.
     """
 
     title: ClassVar[str] = "Attention entropy"
@@ -135,7 +134,7 @@ class EntropyRatio(Result):
 
     @property
     def ratio(self) -> float:
-        """Ratio of `beyond` to `inside`."""
+        """`beyond` / `inside`."""
         return self.beyond / self.inside
 
     def headline(self) -> dict[str, float]:
@@ -145,27 +144,26 @@ class EntropyRatio(Result):
         return [{"layer": layer, "entropy_ratio": ratio} for layer, ratio in enumerate(self.by_layer)]
 
     @classmethod
-    def figure(cls, results: Mapping[str, Self]) -> "Figure":
-        from ..results.figures import add_legend, new_figure
-
-        figure, (axes,) = new_figure()
-        for label, result in results.items():
-            axes.plot(result.by_layer, marker="o", markersize=3, label=label)
+    def figure(cls, results: Mapping[str, Self]) -> Figure:
+        figure, axes = line_figure(
+            {label: (range(len(r.by_layer)), r.by_layer) for label, r in results.items()},
+            marker="o",
+            title="attention entropy, beyond the window over within",
+            xlabel="layer",
+            ylabel="ratio",
+        )
         axes.axhline(1, color="0.4", linewidth=1)
-        axes.set(title="attention entropy, beyond the window over within", xlabel="layer", ylabel="ratio")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.25)
-        add_legend(figure, axes)
         return figure
 
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
-        said = [
-            f"{label}: {r.inside:.2f} nats within the window, {r.beyond:.2f} beyond, a ratio of {r.ratio:.3f} "
-            f"({r.inside_share:.2f} and {r.beyond_share:.2f} of the most possible)."
+        sentences = [
+            f"{label}: {r.inside:.2f} nats within the window and {r.beyond:.2f} beyond it, a ratio of {r.ratio:.3f}. "
+            f"That is {r.inside_share:.2f} and {r.beyond_share:.2f} of the maximum."
             for label, r in results.items()
         ]
-        return [*said, "A ratio far above 1 means that attention blurs beyond the window."]
+        return [*sentences, "A ratio far above 1 means that attention blurs beyond the window."]
 
 
 def attention_distance(
@@ -173,14 +171,14 @@ def attention_distance(
 ) -> AttentionDistance:
     """Histogram of query index minus key index over the attention of the last queries of each row.
 
-    The weight of key j for query i is exp(s_ij) / (exp(b) + sum_k exp(s_ik)), with b the head's attention sink; exp(b)
-    is 0 where it has none.
+    The weight of key j for query i is exp(s_ij) / (exp(b) + sum_k exp(s_ik)), with b the head's attention sink; without
+    a sink, exp(b) is 0.
 
     Args:
-        model: a causal LM on sdpa or eager attention, with attention sinks or without.
+        model: a causal LM with sdpa or eager attention, with attention sinks or without.
         rows: token ids, int64 [n_rows, n].
-        last: queries from the end.
-        threshold: weights above it are counted; the weight itself is summed as well.
+        last: number of queries, from the end of a row.
+        threshold: weights above it are counted; all weights are summed.
         progress: whether to show a bar.
 
     Raises:
@@ -195,16 +193,16 @@ def attention_distance(
         raise ValueError(f"last must be in 1..{seq_len}, got {last}.")
     edges = [0, *(2**k for k in range(20) if 2**k < seq_len), seq_len]
     queries = torch.arange(seq_len - last, seq_len)
-    # distances edges[k] <= i - j < edges[k + 1] are keys i - edges[k + 1] < j <= i - edges[k], a run of them
-    ends = (queries[:, None] - torch.tensor(edges) + 1).clamp(0, seq_len).to(subject.device)
+    # distances edges[k] <= i - j < edges[k + 1] are the consecutive keys i - edges[k + 1] < j <= i - edges[k]
+    ends = (queries[:, None] - torch.tensor(edges) + 1).clamp(0, seq_len).to(subject.device)  # [last, n_bins + 1]
     count: dict[int, torch.Tensor] = {}
     mass: dict[int, torch.Tensor] = {}
     heads: dict[int, int] = {}
 
     def visit(layer: int, over_keys: torch.Tensor, to_keys: torch.Tensor) -> None:
-        for of_head in over_keys * to_keys:  # one head at a time: sums from the left are in float64
-            mass[layer] = mass.get(layer, 0) + _run_sums(of_head, ends)
-            count[layer] = count.get(layer, 0) + _run_sums(of_head > threshold, ends)
+        for weights in over_keys * to_keys:  # [last, seq_len], one head at a time: the cumulative sums are float64
+            mass[layer] = mass.get(layer, 0) + _bin_sums(weights, ends)
+            count[layer] = count.get(layer, 0) + _bin_sums(weights > threshold, ends)
         heads[layer] = heads.get(layer, 0) + over_keys.shape[0]
 
     _read(subject, rows, queries, visit, "attention distance", progress)
@@ -223,14 +221,14 @@ def attention_distance(
 def entropy_ratio(
     model: nn.Module, rows: torch.Tensor, *, window: int | None = None, n_queries: int = 64, progress: bool = True
 ) -> EntropyRatio:
-    """H(beyond) / H(within): mean entropy of attention rows of queries beyond the window over that of those within.
+    """H(beyond) / H(within): mean entropy of the attention rows of queries beyond and within the window.
 
-    H = -sum_j p_j ln p_j, in nats, with p the softmax over keys: what an attention sink takes is left out.
+    H = -sum_j p_j ln p_j, in nats, with p the softmax over keys, without the share of an attention sink.
 
     Args:
-        model: a causal LM on sdpa or eager attention, with attention sinks or without.
+        model: a causal LM with sdpa or eager attention, with attention sinks or without.
         rows: token ids, int64 [n_rows, n], n > window.
-        window: None means the trained one.
+        window: in positions; None means the trained window.
         n_queries: queries on each side, evenly spread over positions 64..window and window+1..n-1.
         progress: whether to show a bar.
 
@@ -253,21 +251,20 @@ def entropy_ratio(
     heads: dict[int, int] = {}
 
     def visit(layer: int, over_keys: torch.Tensor, to_keys: torch.Tensor) -> None:
-        entropy = -torch.special.xlogy(over_keys, over_keys).sum(-1).double()
-        entropy = entropy.sum(0)
+        entropy = -torch.special.xlogy(over_keys, over_keys).sum(-1).double().sum(0)  # [2 * n_queries]
         sums[layer] = sums.get(layer, 0) + torch.stack([entropy, entropy / visible])
         heads[layer] = heads.get(layer, 0) + over_keys.shape[0]
 
     _read(subject, rows, queries, visit, "attention entropy", progress)
-    # [n_layers, entropy or share, within or beyond]
+    # [n_layers, 2 (entropy, share), 2 (within, beyond)]
     means = torch.stack([(sums[i] / heads[i]).view(2, 2, n_queries).mean(-1) for i in sorted(sums)]).cpu()
     (inside_mean, beyond_mean), (inside_share, beyond_share) = means.mean(0).tolist()
     by_layer = (means[:, 0, 1] / means[:, 0, 0]).tolist()
     return EntropyRatio(window, inside_mean, beyond_mean, inside_share, beyond_share, by_layer, len(rows))
 
 
-def _run_sums(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Sums of values [m, n] over keys ends[:, k + 1] .. ends[:, k] - 1, then over rows; float64 [n_bins]."""
+def _bin_sums(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sums of values [m, n] over keys ends[:, k + 1] .. ends[:, k] - 1 and over queries; float64 [n_bins]."""
     sums = torch.nn.functional.pad(values.cumsum(-1, dtype=torch.float64), (1, 0)).gather(-1, ends)
     return (sums[:, :-1] - sums[:, 1:]).sum(0)
 
@@ -275,47 +272,32 @@ def _run_sums(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 def _read(
     subject: Subject, rows: torch.Tensor, queries: torch.Tensor, visit: Visit, title: str, progress: bool
 ) -> None:
-    """Call `visit` with the attention of `queries` in every layer, one group of heads at a time."""
+    """Call `visit` with the attention of `queries` in every layer, one GQA group at a time."""
     require_recomputable_attention(subject.causal_lm)
     queries = queries.to(subject.device)
-
-    def watch(call: AttentionCall) -> None:
-        _visit_groups(call, queries, visit)
-
-    with (
-        subject.evaluating(),
-        token_bar(subject.model, rows.numel(), title, show=progress) as done,
-    ):
+    with subject.evaluating(), token_bar(subject.model, rows.numel(), title, show=progress) as done:
         for k, row in enumerate(rows, 1):
-            last_hidden_states(subject.causal_lm, row[None].to(subject.device), watch)
+            ids = row[None].to(subject.device)
+            last_hidden_states(subject.causal_lm, ids, lambda call: _visit_groups(call, queries, visit))
             done(k * rows.shape[1])
 
 
 def require_recomputable_attention(model: nn.Module) -> None:
-    """Raise what `attention_distance` and `entropy_ratio` would raise for the kind of a model's attention.
-
-    Args:
-        model: a causal LM, with its weights or without.
-
-    Raises:
-        ValueError: another attention implementation than sdpa and eager, layers whose queries do not see the keys of
-            all tokens before them, several transformers over sequences of their own, or attention that is not called
-            as Transformers' functions are.
-    """
+    """Raise ValueError if the attention of a model, with or without its weights, cannot be recomputed from q and k."""
     causal_lm: Any = find_causal_lm(model)
     name = attention_name(causal_lm)
     if name not in ("sdpa", "eager"):
         raise ValueError(
-            f"attention is recomputed from sdpa and eager only, the model runs {name!r}: load it with sdpa."
+            f"attention can be recomputed for sdpa and eager only, and the model uses {name!r}: load it with sdpa."
         )
     chooses = next((n for n, _ in causal_lm.named_modules() if n.rpartition(".")[2] in _CHOOSES_KEYS), None)
     if chooses is not None:
-        why = f"chooses or compresses the keys that its queries see ({chooses}), which q and k alone do not give"
+        why = f"chooses or compresses the keys that its queries see ({chooses}), which q and k alone do not show"
     elif len(owners := rotary_owners(causal_lm)) > 1:
         names = ", ".join(sorted(type(owner).__name__ for owner in owners))
-        why = f"has several transformers ({names}) over sequences of their own, whose distances are not of tokens"
+        why = f"has several transformers ({names}) over different sequences, whose distances are not in tokens"
     elif computes_own_attention(find_decoder(causal_lm)):
-        why = "computes attention in code of its own, where q and k cannot be seen"
+        why = "computes attention without Transformers' attention functions, so q and k cannot be read"
     else:
         return
     raise ValueError(
@@ -325,34 +307,36 @@ def require_recomputable_attention(model: nn.Module) -> None:
 
 
 def _visit_groups(call: AttentionCall, queries: torch.Tensor, visit: Visit) -> None:
-    """Softmax of chosen queries over keys, of one row, in float32."""
-    module, query, key, kwargs = call.module, call.query, call.key, call.options
-    sinks = kwargs.get("s_aux")  # [n_heads], logits of their own in each head's softmax
-    scaling = call.scale
-    distance = queries[:, None] - torch.arange(key.shape[2], device=key.device)
+    """Call `visit` with the attention of `queries` over the keys of one row, in float32."""
+    query, key, options = call.query, call.key, call.options  # [1, n_heads, n, head_dim], [1, n_kv_heads, n, head_dim]
+    sinks = options.get("s_aux")  # [n_heads], an extra logit in the softmax of each head
+    distance = queries[:, None] - torch.arange(key.shape[2], device=key.device)  # [n_queries, n]
     hidden = distance < 0
-    if kwargs.get("sliding_window"):
-        hidden |= distance >= kwargs["sliding_window"]
-    mask = call.mask  # [1, 1 or n_heads, n, n], by which alone some families keep to a sliding window, as Phi-MoE
+    if options.get("sliding_window"):
+        hidden |= distance >= options["sliding_window"]
+    mask = call.mask  # [1, 1 or n_heads, n, n]; some families, e.g. Phi-MoE, apply a sliding window by the mask alone
     bias = None
     if isinstance(mask, torch.Tensor):
         mask = mask[0, :, queries]
         bias = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.float()
-        bias = bias.expand(query.shape[1], -1, -1)
+        bias = bias.expand(query.shape[1], -1, -1)  # [n_heads, n_queries, n]
     group = query.shape[1] // key.shape[1]
-    chosen = query[0, :, queries].float().unflatten(0, (key.shape[1], group))
+    chosen = (
+        query[0, :, queries].float().unflatten(0, (key.shape[1], group))
+    )  # [n_kv_heads, group, n_queries, head_dim]
     for head in range(key.shape[1]):
-        scores = scaling * chosen[head] @ key[0, head].float().T
-        if kwargs.get("softcap"):
-            scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
+        scores = call.scale * chosen[head] @ key[0, head].float().T  # [group, n_queries, n]
+        if options.get("softcap"):
+            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
         if bias is not None:
             scores = scores + bias[head * group : (head + 1) * group]
         scores = scores.masked_fill(hidden, -torch.inf)
         to_keys = torch.ones_like(scores[..., :1])
         if sinks is not None:
-            of_group = sinks.float()[head * group : (head + 1) * group, None, None]
-            to_keys = (scores.logsumexp(-1, keepdim=True) - of_group).sigmoid()
-        visit(module.layer_idx, scores.softmax(-1), to_keys)
+            group_sinks = sinks.float()[head * group : (head + 1) * group, None, None]
+            # sum_k exp(s_k) / (exp(b) + sum_k exp(s_k))
+            to_keys = (scores.logsumexp(-1, keepdim=True) - group_sinks).sigmoid()
+        visit(call.module.layer_idx, scores.softmax(-1), to_keys)
 
 
 ATTENTION = Measure(

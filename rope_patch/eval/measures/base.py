@@ -1,4 +1,4 @@
-"""What `rope-patch eval` must know of a measure: each declares itself in its own file, and `suite.py` lists them."""
+"""How `rope-patch eval` sees a measure: each measure declares itself in its own file, and `suite.py` lists them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """One model, what it is measured on, and what is measured already.
+    """One model and everything that its measures read.
 
     Args:
         model: the model.
-        tokenizer: of all models of the run.
+        tokenizer: tokenizer of all models of the run.
         texts: held-out documents, long ones first.
         plan: what is measured.
-        rows: held-out rows, int64 [n_rows, length]; empty where no measure of the plan reads them.
-        begin: token IDs that the tokenizer puts before a text, and so before each row.
-        window: the window that all models are compared over; None if it is not known.
-        checkpoint: hub id or folder of the model, for vLLM; None if it is in memory alone.
-        memory: measure -> what keeps its parts.
-        is_kept: whether a measure was done in an earlier run.
-        name: of the measure that runs.
-        done: results by measure.
-        shared: what measures that are made together leave for each other.
+        rows: held-out rows of token IDs, int64 [n_rows, length]; empty if no measure of the plan reads rows.
+        begin: token IDs that the tokenizer puts before a text, and so at the start of each row.
+        window: window over which all models are compared, in positions; None if unknown.
+        checkpoint: hub id or folder of the model, for vLLM; None if it is in memory only.
+        memory: measure -> function that stores its parts.
+        is_kept: measure -> whether an earlier run stored its result.
+        name: the running measure.
+        done: measure -> its result, for the measures that have run.
+        shared: results that one measure leaves for others that are measured together with it.
     """
 
     model: nn.Module
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def remember(self) -> Remember:
-        """Keeps parts of the measure that runs."""
+        """Stores parts of the running measure."""
         return self.memory(self.name)
 
 
@@ -60,21 +60,21 @@ class Measure:
     """A measure of `rope-patch eval`.
 
     Args:
-        name: in results, files and `EvalPlan.measures`.
-        result: the class of its results, which draws its figure and writes its table.
+        name: name in results, files and `EvalPlan.measures`.
+        result: class of its results, which draws the figure and writes the table.
         run: measures a model.
-        help: what it measures, for somebody who has never heard of it; "" if another measure has the same flag.
-        flag: of the command line, without hyphens; "" means `name`.
-        argument: what argparse is told of the flag.
-        by_default: whether it runs where no measure is named.
+        help: what it measures, for readers who do not know it; "" if another measure has the same flag.
+        flag: flag of the command line, without hyphens; "" means `name`.
+        argument: keyword arguments of argparse's `add_argument` for the flag.
+        by_default: whether it runs when no measure is named.
         reads_rows: whether it reads `Job.rows`, and so depends on `length` and `n_rows`.
-        asks: whether it asks questions, through the chat template if the plan says so.
-        settings: fields of `EvalPlan` that its results depend on.
-        parts: further ones, which only say which parts it has; each part is kept by itself.
-        files: further ones, which name files; results depend on what is in them.
-        least: window, None if it is not known -> tokens that a row must have.
-        check: raises for want of a package, a file, a name or enough text, before a model is loaded.
-        check_model: raises for a model, with its weights or without, that it cannot measure.
+        asks: whether it asks questions, for which the plan may use the chat template.
+        settings: fields of `EvalPlan` that each of its results depends on.
+        parts: fields that only choose which parts there are; every part is stored by itself.
+        files: fields that name files; results depend on their contents.
+        least: (window, or None if unknown) -> tokens that a row needs.
+        check: raises if a package, a file, a name or text is missing; it runs before a model is loaded.
+        check_model: raises for a model that it cannot measure, with or without its weights.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Figures that hold for two models at once: what adaptation cost within the window, and what it gave back."""
+"""Figures that compare two models: the baseline, and what adaptation cost within the window."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 def baseline_label(labels: Iterable[str]) -> str:
-    """The model that the others are compared with: the one named "native", or else the first."""
+    """The baseline, with which the other models are compared: "native" if it is there, or else the first label."""
     named = list(labels)
     return "native" if "native" in named else named[0]
 
 
 def baseline_first(by_label: Mapping[str, T]) -> dict[str, T]:
-    """The same, with the model that the others are compared with in front."""
+    """`by_label` with the baseline in front."""
     if not by_label:
         return {}
     first = baseline_label(by_label)
@@ -27,13 +27,13 @@ def in_distribution_penalty(curve: "LossByPosition", baseline: "LossByPosition",
     """Relative rise of the loss over target positions 64..window against `baseline`, in percent.
 
     Args:
-        curve: of the adapted model.
-        baseline: of the model to compare with, on the same rows. For a fine-tuned model that is a control trained on
-            the same tokens without the method, since any training on the text lowers the loss.
+        curve: result of the adapted model.
+        baseline: result of the baseline on the same rows. For a fine-tuned model that is a control trained on the same
+            tokens without the method, since any training on the text lowers the loss.
         window: trained window; None means the baseline's.
 
     Raises:
-        ValueError: the two were not measured on rows of one length and number.
+        ValueError: the two were measured on rows of different length or number.
 
     Source: PosAug, FoGen 2026, its in-distribution penalty.
     """
@@ -47,7 +47,7 @@ def in_distribution_penalty(curve: "LossByPosition", baseline: "LossByPosition",
 
 
 def recovery_ratio(scores: Mapping[str, float], native: Mapping[str, float]) -> float:
-    """100 mean(scores) / mean(native), in percent, over the benchmarks that both name.
+    """100 mean(scores) / mean(native), in percent, over benchmarks.
 
     Raises:
         ValueError: the two name different benchmarks.

@@ -1,10 +1,11 @@
-"""lm-eval's in-process API: the model as it is in memory, data from where the user has it, nothing truncated."""
+"""lm-eval in this process: the model in memory, data from local files or the hub, and no prompt truncated."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ...prompts.asking import TEMPLATE_OPTIONS
 from .subject import Subject
 
 Documents = Sequence[Mapping[str, Any]]
-_ALL = 1 << 20  # requests that lm-eval hands over at once: all of a task
+_ALL = 1 << 20  # a batch size at which lm-eval hands over all requests of a task at once
 
 
 def local_task(
@@ -28,35 +29,31 @@ def local_task(
     shots: int | None = 0,
     **overrides: Any,
 ) -> Any:
-    """lm-eval's own task `name`, its prompts and metrics, on `documents` instead of the hub's.
+    """lm-eval's task `name` with its prompts and metrics, on `documents` instead of the hub's.
 
     Args:
-        name: of a task that lm-eval knows.
-        documents: rows with the fields of the hub's dataset; None means the hub's own.
+        name: a task that lm-eval knows.
+        documents: rows with the fields of the hub's dataset; None means the hub's dataset.
         split: the split that the task evaluates, e.g. "validation".
-        examples: rows to be shown before a question, for a task that has no examples of its own.
-        shots: examples before a question; None means as many as the task shows by itself, and none where `documents`
-            are given without the examples that it would take from the hub.
+        examples: few-shot examples, for a task that takes them from the hub.
+        shots: number of few-shot examples. None means as many as the task has by default, or 0 if `documents` come
+            without the examples that it would take from the hub.
         **overrides: fields of the task's config to replace.
-
-    Raises:
-        ImportError: lm-eval is not installed.
     """
     import datasets
 
     with quiet_import():
         if documents is not None:
-            rows, shown = list(documents), list(examples or ())
+            parts = {split: list(documents), **({"fewshot": list(examples)} if examples else {})}
 
             def data(**_: Any) -> Any:
-                parts = {split: datasets.Dataset.from_list(rows)}
-                return {**parts, "fewshot": datasets.Dataset.from_list(shown)} if shown else parts
+                return {name: datasets.Dataset.from_list(rows) for name, rows in parts.items()}
 
-            # the other splits that a task names are not needed
+            # the other splits of the task's config are not there
             splits = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
-            if shown:
+            if examples:
                 splits["fewshot_split"] = "fewshot"
-            elif shots is None and "samples" not in (_config(name).get("fewshot_config") or {}):
+            elif shots is None and "samples" not in ((task_index()[name].cfg or {}).get("fewshot_config") or {}):
                 shots = 0
             overrides = {"custom_dataset": data, **splits, f"{split}_split": split, **overrides}
         if shots is not None:
@@ -76,25 +73,24 @@ def evaluate(
     samples: list[int] | None = None,
     chat: bool = False,
     greedy: bool = False,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Run one lm-eval task.
 
     Args:
         model: a causal LM in memory.
-        tokenizer: of the model.
-        task: from `local_task`.
-        batch_size: prompts in a forward; with `greedy`, prompts answered at once, at most, and None means as many as
-            memory holds.
-        max_length: tokens that a prompt and its answer may have; lm-eval's own default is the window in the config, to
+        tokenizer: tokenizer of the model.
+        task: task from `local_task`.
+        batch_size: prompts in a forward pass. With `greedy`, maximum number of prompts answered at once; None means as
+            many as memory holds.
+        max_length: tokens that a prompt and its answer may have. lm-eval's default is the window in the config, to
             which it cuts longer prompts without an error.
-        limit: samples at most.
-        samples: places of the documents that are asked, in place of `limit`; None means all.
+        limit: maximum number of samples.
+        samples: indices of the documents to ask, in place of `limit`; None means all.
         chat: whether prompts are a user's message in the tokenizer's chat template.
-        greedy: whether the task's answers are greedy and end with the model's own end token alone: all of them are
-            then made by `greedy_tokens`.
+        greedy: whether `greedy_tokens` generates the answers, which is right if they are greedy and have no stop text.
 
     Returns:
-        lm-eval's metrics of the task and its samples.
+        The task's metrics without standard errors, and lm-eval's log of its samples.
     """
     subject = Subject(model)
     with quiet():
@@ -110,35 +106,39 @@ def evaluate(
                 chat_template_args=TEMPLATE_OPTIONS if chat else None,
             )
             name = task.config.task
-            tasks = {"tasks": {name: task}, "groups": {}, "group_map": {}}
-            # not simple_evaluate: it seeds every generator of the process and calls git
+            # not simple_evaluate, which seeds every generator of the process and calls git
             results = lm_eval.evaluate(
                 lm,
-                tasks,
+                {"tasks": {name: task}, "groups": {}, "group_map": {}},
                 limit=limit,
                 samples=None if samples is None else {name: samples},
                 bootstrap_iters=0,
                 log_samples=True,
                 apply_chat_template=chat,
             )
-    assert results is not None  # None is for ranks other than the first
-    return results["results"][name], results["samples"][name]
+    assert results is not None  # it is None on ranks other than 0 only
+    metrics = {
+        key.removesuffix(",none"): value
+        for key, value in results["results"][name].items()
+        if isinstance(value, float) and "stderr" not in key
+    }
+    return metrics, results["samples"][name]
 
 
-def _greedy_lm(at_once: int | None) -> Any:
-    """lm-eval's wrapper of a model, except that answers come from `greedy_tokens`, `at_once` at most at a time."""
+def _greedy_lm(batch_size: int | None) -> Any:
+    """lm-eval's model class with generation by `greedy_tokens`."""
     from lm_eval.models.huggingface import HFLM
 
     class GreedyLM(HFLM):
         def _model_generate(self, context: torch.Tensor, max_length: int, stop: Any, **options: Any) -> torch.Tensor:
-            """Prompts with padding on their left, and behind them the answers, padded on their right."""
+            """Append answers [batch, n_new], right-padded, to prompts [batch, n], left-padded."""
             pad = self.tokenizer.pad_token_id
             replies = greedy_tokens(
                 self.model,
                 [ids[real.bool()].tolist() for ids, real in zip(context, options["attention_mask"], strict=True)],
                 pad_token=pad,
                 max_new_tokens=max_length - context.shape[1],
-                batch_size=at_once,
+                batch_size=batch_size,
             )
             width = max(map(len, replies))
             rows = torch.tensor([[*reply, *[pad] * (width - len(reply))] for reply in replies])
@@ -148,16 +148,24 @@ def _greedy_lm(at_once: int | None) -> Any:
 
 
 def sample_scores(logged: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
-    """`metric` of each sample that lm-eval logged, in the order of the data; by the first filter of several."""
+    """`metric` of each logged sample, in the order of the data; the first filter counts if there are several."""
     scores: dict[int, float] = {}
     for sample in logged:
         scores.setdefault(sample["doc_id"], float(sample[metric]))
     return [scores[doc] for doc in sorted(scores)]
 
 
+def data_file(folder: str | Path, stem: str) -> Path | None:
+    """STEM.jsonl or STEM.jsonl.xz in `folder`, None if it has neither; FileNotFoundError if there is no folder."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"there is no folder {folder} with data for benchmarks.")
+    files = (Path(folder) / f"{stem}{ending}" for ending in (".jsonl", ".jsonl.xz"))
+    return next((file for file in files if file.is_file()), None)
+
+
 @cache
 def _task_manager() -> Any:
-    """lm-eval's index of tasks, which takes ten seconds to read."""
+    """lm-eval's index of tasks; reading it takes ten seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
@@ -169,12 +177,8 @@ def task_index() -> Mapping[str, Any]:
         return _task_manager().task_index
 
 
-def _config(name: str) -> Mapping[str, Any]:
-    return task_index()[name].cfg or {}
-
-
 def require_lm_eval() -> None:
-    """Raise ImportError with the extra to install unless lm-eval is there."""
+    """Raise ImportError, which names the extra to install, if lm-eval is missing."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
@@ -183,37 +187,25 @@ def require_lm_eval() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep lm-eval from downloading NLTK's data at import, and its loggers below errors."""
+    """Show only errors of lm-eval's loggers, and keep its modules from downloading NLTK's data at import."""
     require_lm_eval()
+    import nltk  # which lm-eval requires
+
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
-    levels = [logger.level for logger in loggers]
+    levels, download = [logger.level for logger in loggers], nltk.download
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    undo = _without_downloads()
+    nltk.download = lambda *_, **__: False
     try:
         yield
     finally:
-        undo()
+        nltk.download = download
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """`quiet`, without what modules of lm-eval's tasks print at import: that data were downloaded, where none were."""
+    """`quiet`, and without the output of lm-eval's task modules, which print at import that they downloaded data."""
     with quiet(), redirect_stdout(StringIO()):
         yield
-
-
-def _without_downloads() -> Callable[[], None]:
-    try:
-        import nltk
-    except ImportError:
-        return lambda: None
-    before = nltk.download
-    nltk.download = lambda *_, **__: False
-
-    def undo() -> None:
-        nltk.download = before
-
-    return undo

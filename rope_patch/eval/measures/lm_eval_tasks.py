@@ -1,4 +1,4 @@
-"""Any of lm-eval's tasks by name, long or short, from the hub or from local files, with no prompt cut."""
+"""Any of lm-eval's tasks by name, from the hub or from local files, with no prompt truncated."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import metadata
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -17,15 +17,13 @@ from ...generation.generation import PREFILL_CHUNK
 from ...prompts.asking import TEMPLATE_OPTIONS, ChatTemplate, uses_chat_template
 from ...prompts.text import numbered_json_lines, read_json_lines
 from ..results.cache import Remember, afresh
+from ..results.figures import Figure, score_figure
 from ..results.progress import token_bar
 from ..results.result import Result
 from .base import Job, Measure
-from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores, task_index
+from .harness import data_file, evaluate, local_task, quiet, require_lm_eval, sample_scores, task_index
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# what long-context papers quote, and what short training may cost; RULER's tasks have a measure of their own
+# long-context tasks of papers, and short ones that show what training cost; RULER has its own measure
 SUGGESTED = (
     "longbench2",
     "infinitebench",
@@ -38,23 +36,25 @@ SUGGESTED = (
     "gsm8k",
     "ifeval",
 )
-_SHOWN = 300  # characters at the end of a prompt that are kept with its reply
-_BABILONG = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # units of 1024 tokens that the hub has texts of
-_NEW_TOKENS = 256  # lm-eval's own, where a task names none
+_SHOWN = 300  # characters at the end of a prompt that are stored with its reply
+_BABILONG = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # lengths of the hub's texts, in units of 1024 tokens
+_NEW_TOKENS = 256  # lm-eval's default
 
 
 @dataclass(frozen=True)
 class LmEval(Result):
     """Scores of lm-eval's tasks.
 
+    A name is a task, a group or a tag as the user named it, and stands for one or more leaf tasks.
+
     Args:
-        accuracy: task or group as it was named -> mean over its samples of its first metric that is a score of each
-            sample, of which more is better; mostly 0 to 1.
-        parts: task or group -> each of its tasks -> that metric.
-        metrics: each task -> every metric that lm-eval gave.
-        scores: task or group -> that metric of each sample, in the order of the data.
-        left_out: task or group -> samples that were left out because prompt and answer are longer than the length.
-        replies: one of each task, as {task, question, expected, reply, score}; of multiple choice none.
+        accuracy: name -> mean over its samples of the first metric that is a score of each sample and higher is better;
+            mostly 0 to 1.
+        parts: name -> each of its leaf tasks -> the mean of that metric.
+        metrics: leaf task -> all metrics of lm-eval.
+        scores: name -> that metric of each sample, in the order of the data.
+        left_out: name -> number of samples left out because prompt and answer exceed the length.
+        replies: one reply of each leaf task, as {task, question, expected, reply, score}; none for multiple choice.
     """
 
     title: ClassVar[str] = "lm-eval's tasks"
@@ -84,40 +84,26 @@ class LmEval(Result):
         ]
 
     @classmethod
-    def figure(cls, results: Mapping[str, Self]) -> "Figure":
-        from ..results.figures import add_legend, draw_bars, new_figure
-
-        figure, (axes,) = new_figure()
+    def figure(cls, results: Mapping[str, Self]) -> Figure:
         names = list(next(iter(results.values())).accuracy)
-        draw_bars(axes, names, {label: [r.accuracy[n] for n in names] for label, r in results.items()})
-        axes.set(title="lm-eval's tasks", ylabel="score")
-        axes.set_ylim(0, 1)
-        add_legend(figure, axes)
-        return figure
+        scores = {label: [r.accuracy[n] for n in names] for label, r in results.items()}
+        return score_figure(names, scores, title="lm-eval's tasks", ylabel="score")
 
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
-        said = []
+        sentences = []
         for label, result in results.items():
             figures = ", ".join(
                 f"{name} {100 * a:.1f} over {len(result.scores[name])} samples" for name, a in result.accuracy.items()
             )
-            said.append(f"{label}: {figures}.")
+            sentences.append(f"{label}: {figures}.")
         first = next(iter(results.values()))
         left_out = [f"{n} of {name}" for name, n in first.left_out.items() if n]
         if left_out:
-            said.append(
+            sentences.append(
                 f"Left out, because prompt and answer are longer than the longest length: {', '.join(left_out)}."
             )
-        return said
-
-
-class _Part(NamedTuple):
-    """Which documents of a task are asked."""
-
-    documents: list[int]
-    left_out: int
-    tokens: int  # of all prompts and answers together
+        return sentences
 
 
 def lm_eval_tasks(
@@ -133,85 +119,78 @@ def lm_eval_tasks(
     progress: bool = True,
     remember: Remember = afresh,
 ) -> LmEval:
-    """Score lm-eval's own tasks, with its prompts and metrics and as many examples as it shows by itself.
+    """Score lm-eval's tasks with its prompts, metrics and default number of few-shot examples.
 
-    A document whose prompt and answer are longer than `length` is left out and counted; lm-eval would cut it to the
-    window in the config without a word.
+    A document whose prompt and answer exceed `length` is left out and counted. lm-eval alone would cut it to the window
+    in the config without a warning.
 
     Args:
         model: a causal LM.
-        tokenizer: of the model.
-        tasks: names of tasks, groups or tags that the installed lm-eval knows: `mmlu`, `gsm8k`, `ifeval`, `longbench2`,
+        tokenizer: tokenizer of the model.
+        tasks: names of tasks, groups or tags of the installed lm-eval: `mmlu`, `gsm8k`, `ifeval`, `longbench2`,
             `infinitebench`, `babilong`, `graphwalks` and so on.
         length: tokens that a prompt and its answer may have together.
-        data: a folder with the data as files, rows with the fields of the hub's data set: TASK.jsonl(.xz), and
-            TASK.fewshot.jsonl(.xz) for the examples of a task that takes them from the hub, which otherwise shows none.
+        data: folder with the data, rows with the fields of the hub's dataset. TASK.jsonl(.xz) has the documents of a
+            task, and TASK.fewshot.jsonl(.xz) the examples if it takes them from the hub; without that file it has none.
             A group may have one file GROUP.jsonl(.xz) whose rows name their task in `task`, or as GROUP_SUBJECT in
             `subject`. None means the hub.
-        limit: documents of each task at most.
-        batch_size: prompts in a forward.
-        chat_template: whether prompts are put through the tokenizer's chat template: "on", "off", or "auto", if there
-            is one.
+        limit: maximum number of documents of each task.
+        batch_size: prompts in a forward pass.
+        chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one.
         progress: whether to show a bar over the tokens of each task.
-        remember: keeps each task as soon as it is done.
+        remember: stores each task as soon as it is done.
 
     Raises:
         ImportError: lm-eval, or a package that one of the tasks needs, is not installed.
-        ValueError: an unknown task, one without a document that is short enough, or rows that it cannot read.
+        ValueError: an unknown task, a task without a document that is short enough, or rows that it cannot read.
         FileNotFoundError: the folder lacks the file of a task.
     """
     chat = uses_chat_template(tokenizer, chat_template)
-    accuracy: dict[str, float] = {}
-    parts: dict[str, dict[str, float]] = {}
-    metrics: dict[str, dict[str, float]] = {}
-    scores: dict[str, list[float]] = {}
-    left_out: dict[str, int] = {}
-    replies: list[dict[str, Any]] = []
-    for name, files in chosen_files(tasks, data).items():
-        scores[name], left_out[name], parts[name] = [], 0, {}
-        for leaf, source in files.items():
-
-            def measure(leaf: str = leaf, source: "_Source" = source) -> dict[str, Any]:
-                return _measure(model, tokenizer, leaf, source, length, limit, batch_size, chat, progress)
-
-            # rows of one task may be in two files: its own and its group's
-            rows = None if source.file is None else source.file.name
-            value = remember({"task": leaf, "rows": rows}, measure)
-            left_out[name] += value["left_out"]
+    result = LmEval({}, {}, {}, {}, {}, [])
+    for name, sources in chosen_files(tasks, data).items():
+        scores: list[float] = []
+        parts, left_out = {}, 0
+        for leaf, source in sources.items():
+            # the file is in the key, because rows of one task may be in its own file and in its group's
+            key = {"task": leaf, "rows": None if source.file is None else source.file.name}
+            value = remember(
+                key, partial(_measure, model, tokenizer, leaf, source, length, limit, batch_size, chat, progress)
+            )
+            left_out += value["left_out"]
             if not value["scores"]:
                 continue
-            metrics[leaf] = value["metrics"]
-            scores[name] += value["scores"]
-            parts[name][leaf] = sum(value["scores"]) / len(value["scores"])
-            replies += value["replies"]
-        if not scores[name]:
+            scores += value["scores"]
+            parts[leaf] = sum(value["scores"]) / len(value["scores"])
+            result.metrics[leaf] = value["metrics"]
+            result.replies.extend(value["replies"])
+        if not scores:
             raise ValueError(
                 f"lm-eval's {name} has no document of up to {length} tokens with its answer: use a longer length."
             )
-        accuracy[name] = sum(scores[name]) / len(scores[name])
-    return LmEval(accuracy, parts, metrics, scores, left_out, replies)
+        result.accuracy[name] = sum(scores) / len(scores)
+        result.parts[name], result.scores[name], result.left_out[name] = parts, scores, left_out
+    return result
 
 
 class _Source(NamedTuple):
-    """Where a task's rows are; `file` None means the hub."""
+    """Where the rows of a leaf task are.
 
-    file: Path | None
-    examples: Path | None
-    group: str | None
+    Args:
+        file: file of the task, or of its group; None means the hub.
+        examples: file of few-shot examples.
+        group: name of the group if the files are a group's.
+    """
+
+    file: Path | None = None
+    examples: Path | None = None
+    group: str | None = None
 
 
 def check_tasks(tasks: Sequence[str], data: str | Path | None, length: int) -> None:
-    """Raise what `lm_eval_tasks` would raise for want of a package, a name, a file or a field, without a model.
-
-    Raises:
-        ImportError: lm-eval, or what one of the tasks needs beside it, is not installed.
-        ValueError: an unknown task, one without a score of each sample, or rows that it cannot read.
-        FileNotFoundError: the folder lacks the file of a task.
-        OSError: data of the hub cannot be had.
-    """
-    for files in chosen_files(tasks, data).values():
-        for leaf, source in files.items():
-            task = _built(leaf, source, 1, length)
+    """Raise, without a model, if `lm_eval_tasks` lacks a package, a task, a file, a field, a metric or the hub."""
+    for sources in chosen_files(tasks, data).values():
+        for leaf, source in sources.items():
+            task = _task(leaf, source, 1, length)
             _metric(task, leaf)
             with quiet(), _explained(leaf, source):
                 task.build_all_requests(limit=1)
@@ -219,73 +198,57 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, length: int) -> N
 
 
 def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dict[str, _Source]]:
-    """Task, group or tag as it was named -> each of its tasks -> where its rows are; arguments as in `lm_eval_tasks`.
-
-    Raises:
-        ImportError: lm-eval is not installed.
-        ValueError: an unknown task, or a file with a row of no task, or that is not like the others.
-        FileNotFoundError: the folder lacks the file of a task.
-    """
+    """Task, group or tag -> each of its leaf tasks -> where its rows are; arguments as in `lm_eval_tasks`."""
     require_lm_eval()
-    folder = None if data is None else Path(data)
-    if folder is not None and not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder} with data for lm-eval's tasks.")
-    files: dict[str, dict[str, _Source]] = {}
+    chosen: dict[str, dict[str, _Source]] = {}
     for name in tasks:
         leaves = _leaves(name)
-        if folder is None:
-            files[name] = dict.fromkeys(leaves, _Source(None, None, None))
+        if data is None:
+            chosen[name] = dict.fromkeys(leaves, _Source())
             continue
-        files[name] = {}
-        of_group = _file(folder, name) if leaves != [name] else None
-        in_group = set() if of_group is None else _tasks_in(of_group, name)
-        if in_group - set(leaves):
+        is_group = leaves != [name]
+        group_file = data_file(data, name) if is_group else None
+        in_group = set() if group_file is None else _tasks_in(group_file, name)
+        unknown = sorted(in_group - set(leaves))
+        if unknown:
             raise ValueError(
-                f"{of_group} has rows of {', '.join(sorted(in_group - set(leaves))[:6])}, and lm-eval's {name} has no "
-                f"such task: a row names its task in `task`, or as {name}_SUBJECT in `subject`. Its tasks: "
+                f"{group_file} has rows of {', '.join(unknown[:6])}, which are no tasks of lm-eval's {name}: a row "
+                f"names its task in `task`, or as {name}_SUBJECT in `subject`. Its tasks: "
                 f"{', '.join(leaves[:6])}{f' and {len(leaves) - 6} more' if len(leaves) > 6 else ''}."
             )
+        chosen[name] = {}
         for leaf in leaves:
-            of_leaf = _file(folder, leaf)
-            if of_leaf is not None:
-                _tasks_in(of_leaf, None)
-                files[name][leaf] = _Source(of_leaf, _file(folder, f"{leaf}.fewshot"), None)
+            file = data_file(data, leaf)
+            if file is not None:
+                _tasks_in(file, None)
+                chosen[name][leaf] = _Source(file, data_file(data, f"{leaf}.fewshot"))
             elif leaf in in_group:
-                files[name][leaf] = _Source(of_group, _file(folder, f"{name}.fewshot"), name)
-        if not files[name]:
-            names = f"{name}.jsonl" if leaves == [name] else f"{name}.jsonl, nor any of {', '.join(leaves[:6])}, ..."
-            raise FileNotFoundError(f"{folder} has no {names} as .jsonl or .jsonl.xz, for lm-eval's {name!r}.")
-    return files
+                chosen[name][leaf] = _Source(group_file, data_file(data, f"{name}.fewshot"), name)
+        if not chosen[name]:
+            names = f"{name}.jsonl, nor any of {', '.join(leaves[:6])}, ..." if is_group else f"{name}.jsonl"
+            raise FileNotFoundError(f"{data} has no {names} as .jsonl or .jsonl.xz, for lm-eval's {name!r}.")
+    return chosen
 
 
 def _leaves(name: str) -> list[str]:
-    """The tasks that a name stands for.
-
-    Raises:
-        ValueError: lm-eval knows no such name.
-    """
+    """The leaf tasks of a task, group or tag."""
     index = task_index()
     entry = index.get(name)
     if entry is None:
         near = difflib.get_close_matches(name, [*SUGGESTED, *index], n=5)
         raise ValueError(
             f"lm-eval has no task {name!r}."
-            + (f" Near to it: {', '.join(dict.fromkeys(near))}." if near else "")
-            + f" It knows {len(index)} names, among them {', '.join(s for s in SUGGESTED if s in index)}; "
-            "`lm-eval ls tasks` shows all."
+            + (f" Similar names: {', '.join(dict.fromkeys(near))}." if near else "")
+            + f" It has {len(index)} names, among them {', '.join(s for s in SUGGESTED if s in index)}. "
+            "`lm-eval ls tasks` lists all."
         )
-    kind = entry.kind.name
-    if kind == "GROUP":
+    if entry.kind.name == "GROUP":
         members = [m if isinstance(m, str) else m.get("task", m.get("group")) for m in entry.cfg["task"]]
-    elif kind == "TAG":
+    elif entry.kind.name == "TAG":
         members = sorted(entry.tags)
     else:
         return [name]
     return list(dict.fromkeys(leaf for member in members for leaf in _leaves(member)))
-
-
-def _file(folder: Path, stem: str) -> Path | None:
-    return next((f for f in (folder / f"{stem}{e}" for e in (".jsonl", ".jsonl.xz")) if f.is_file()), None)
 
 
 def _task_of(row: Mapping[str, Any], group: str) -> str:
@@ -293,12 +256,14 @@ def _task_of(row: Mapping[str, Any], group: str) -> str:
     return str(row.get("task", f"{group}_{row.get('subject')}"))
 
 
-def _tasks_in(file: Path, group: str | None) -> set[str]:
-    """The tasks that a group's file has rows of, or the name of a task's own file; every line is read.
+def _rows(file: Path, group: str | None, leaf: str) -> Iterator[Mapping[str, Any]]:
+    return (row for row in read_json_lines(file) if group is None or _task_of(row, group) == leaf)
 
-    Raises:
-        ValueError: there is no row, a line is no JSON object, or it lacks a field that the first of its task has, which
-            would be empty in silence.
+
+def _tasks_in(file: Path, group: str | None) -> set[str]:
+    """The tasks in a group's file, or the name of a task's own file. Every line is read.
+
+    A field that a row lacks raises: lm-eval would take it as empty without a warning.
     """
     fields: dict[str, set[str]] = {}
     for number, row in numbered_json_lines(file):
@@ -313,22 +278,12 @@ def _tasks_in(file: Path, group: str | None) -> set[str]:
     return set(fields)
 
 
-def _rows(file: Path, group: str | None, leaf: str) -> Iterator[Mapping[str, Any]]:
-    """Rows of one task, read as far as they are taken."""
-    return (row for row in read_json_lines(file) if group is None or _task_of(row, group) == leaf)
-
-
-def _built(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
-    """lm-eval's task; BABILong's from the hub with texts of up to `length`, since lm-eval takes its shortest by itself.
-
-    Raises:
-        ImportError: it needs a package that is not installed.
-        OSError: data of the hub cannot be had.
-    """
+def _task(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
+    """lm-eval's task, with up to `limit` documents."""
     with _explained(leaf, source):
         if source.file is None:
             overrides: dict[str, Any] = {}
-            if "babilong" in leaf:
+            if "babilong" in leaf:  # lm-eval's default is the shortest texts
                 longest = max(k for k in _BABILONG if 1024 * k <= length)
                 overrides["metadata"] = {"max_seq_lengths": f"{longest}k"}
             task = local_task(leaf, None, "test", shots=None, **overrides)
@@ -337,78 +292,70 @@ def _built(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
             examples = None if source.examples is None else list(_rows(source.examples, source.group, leaf))
             task = local_task(leaf, documents, "test", examples=examples, shots=None)
             if examples is not None and len(examples) < (task.config.num_fewshot or 0):
-                raise ValueError(f"it shows {task.config.num_fewshot} examples, and there are {len(examples)}")
+                raise ValueError(f"it needs {task.config.num_fewshot} examples, and there are {len(examples)}")
         if "ifeval" in leaf:
-            _require_sentences(leaf)
+            _require_punkt(leaf)
         return task
 
 
-@contextmanager
-def _explained(leaf: str, source: _Source) -> Iterator[None]:
-    """What lm-eval and datasets raise while they make a task and its prompts, as errors that say what to do."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        has_extra = leaf in metadata("lm_eval").get_all("Provides-Extra", [])
-        wanted = f"'lm_eval[{leaf}]'" if has_extra else f"{error.name}, or lm-eval with the extra for this task"
-        raise ImportError(
-            f"lm-eval's {leaf} needs the package {error.name}, which is not installed: pip install {wanted}."
-        ) from error
-    except ImportError:
-        raise
-    except OSError as error:
-        raise OSError(
-            f"the data of lm-eval's {leaf} cannot be had from the hub ({type(error).__name__}: {error}): give a folder "
-            f"with {leaf}.jsonl in it, as --lm-eval-data or `data`."
-        ) from error
-    except Exception as error:  # of Jinja, datasets, lm-eval or a task's own code: rows are not what the task reads
-        if source.file is None:
-            raise
-        files = " or ".join(str(file) for file in (source.file, source.examples) if file is not None)
-        fields = ", ".join(next(_rows(source.file, source.group, leaf)))
-        raise ValueError(
-            f"lm-eval's {leaf} cannot read {files} ({type(error).__name__}: {error}). Rows need the fields of the "
-            f"task's data set on the hub; these have {fields}."
-        ) from error
-
-
-def _metric(task: Any, leaf: str) -> str:
-    """The first metric of a task that is a score of each sample, of which more is better: models are paired by it.
-
-    Raises:
-        ValueError: there is none.
-    """
-    with quiet():
-        from lm_eval.api.metrics import mean, median, nanmean
-        from lm_eval.api.registry import AGGREGATION_REGISTRY
-
-        # beside these what lm-eval knows by name is of all samples together, as perplexity, BLEU and F1
-        of_all = {AGGREGATION_REGISTRY.get(name) for name in AGGREGATION_REGISTRY} - {mean, median, nanmean}
-    aggregations, more_is_better = task.aggregation(), task.higher_is_better()
-    for name, aggregation in aggregations.items():
-        if more_is_better.get(name) and aggregation not in of_all:
-            return str(name)
-    raise ValueError(
-        f"lm-eval's {leaf} has no metric that is a score of each sample, of which more is better; it has "
-        f"{', '.join(map(str, aggregations)) or 'none'}. Name another task, or measure this one by lm-eval itself."
-    )
-
-
-def _require_sentences(leaf: str) -> None:
-    """IFEval splits answers into words by data of NLTK's, and would fail when the model has written all of them.
-
-    Raises:
-        ImportError: they are not there, or not whole.
-    """
+def _require_punkt(leaf: str) -> None:
+    """Raise ImportError if NLTK's data are missing that IFEval needs to score answers, after all are generated."""
     import nltk
 
     try:
         nltk.tokenize.PunktTokenizer("english")
     except LookupError as error:
         raise ImportError(
-            f"lm-eval's {leaf} needs NLTK's data punkt_tab, which are not installed, or not whole: run "
-            "python -m nltk.downloader punkt_tab once, with the network."
+            f"lm-eval's {leaf} needs NLTK's data punkt_tab, which are not installed or incomplete: run "
+            "python -m nltk.downloader punkt_tab once, with access to the network."
         ) from error
+
+
+@contextmanager
+def _explained(leaf: str, source: _Source) -> Iterator[None]:
+    """Turn errors of lm-eval and datasets into errors that say what to do."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        has_extra = leaf in metadata("lm_eval").get_all("Provides-Extra", [])
+        package = f"'lm_eval[{leaf}]'" if has_extra else f"{error.name}, or lm-eval with the extra for this task"
+        raise ImportError(
+            f"lm-eval's {leaf} needs the package {error.name}, which is not installed: pip install {package}."
+        ) from error
+    except ImportError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"the data of lm-eval's {leaf} cannot be loaded from the hub ({type(error).__name__}: {error}): give a "
+            f"folder with {leaf}.jsonl in it, as --lm-eval-data or `data`."
+        ) from error
+    except Exception as error:  # from Jinja, datasets, lm-eval or a task's code: the task cannot read the rows
+        if source.file is None:
+            raise
+        files = " or ".join(str(file) for file in (source.file, source.examples) if file is not None)
+        fields = ", ".join(next(_rows(source.file, source.group, leaf)))
+        raise ValueError(
+            f"lm-eval's {leaf} cannot read {files} ({type(error).__name__}: {error}). Rows need the fields of the "
+            f"task's dataset on the hub; these have {fields}."
+        ) from error
+
+
+def _metric(task: Any, leaf: str) -> str:
+    """The first metric of a task that is a score of each sample and higher is better. Models are compared by it."""
+    with quiet():
+        from lm_eval.api.metrics import mean, median, nanmean
+        from lm_eval.api.registry import AGGREGATION_REGISTRY
+
+        # the other aggregations, such as perplexity, BLEU and F1, are computed from all samples together
+        corpus_level = {AGGREGATION_REGISTRY.get(name) for name in AGGREGATION_REGISTRY} - {mean, median, nanmean}
+    aggregations, higher_is_better = task.aggregation(), task.higher_is_better()
+    for name, aggregation in aggregations.items():
+        if higher_is_better.get(name) and aggregation not in corpus_level:
+            return str(name)
+    raise ValueError(
+        f"lm-eval's {leaf} has no metric that is a score of each sample and higher is better; it has "
+        f"{', '.join(map(str, aggregations)) or 'none'}. Name another task, or measure this one with lm-eval alone."
+    )
 
 
 def _measure(
@@ -422,39 +369,44 @@ def _measure(
     chat: bool,
     progress: bool,
 ) -> dict[str, Any]:
-    task = _built(leaf, source, limit, length)
+    """The stored result of a leaf task."""
+    task = _task(leaf, source, limit, length)
     generates = task.config.output_type == "generate_until"
     with _explained(leaf, source):
-        part = _fitting(task, tokenizer, length, limit, chat)
-    if not part.documents:
-        return {"scores": [], "left_out": part.left_out, "metrics": {}, "replies": []}
+        tokens = _document_tokens(task, tokenizer, limit, chat)
+    documents = [doc for doc in sorted(tokens) if max(tokens[doc]) <= length]
+    left_out = len(tokens) - len(documents)
+    if not documents:
+        return {"scores": [], "left_out": left_out, "metrics": {}, "replies": []}
     if generates and length > PREFILL_CHUNK:
         chunk = max(PREFILL_CHUNK // batch_size, 1)
         task.set_config("generation_kwargs", {"prefill_chunk_size": chunk}, update=True)
-    with token_bar(model, part.tokens, leaf, show=progress):
+    with token_bar(model, sum(sum(tokens[doc]) for doc in documents), leaf, show=progress):
         metrics, logged = evaluate(
-            model, tokenizer, task, batch_size=batch_size, max_length=length, samples=part.documents, chat=chat
+            model, tokenizer, task, batch_size=batch_size, max_length=length, samples=documents, chat=chat
         )
     metric = _metric(task, leaf)
-    floats = {k.removesuffix(",none"): v for k, v in metrics.items() if isinstance(v, float) and "stderr" not in k}
     first = min(logged, key=lambda s: s["doc_id"])
     reply = {
         "task": leaf,
         "question": str(first["arguments"][0][0])[-_SHOWN:],
-        "expected": "" if "ifeval" in leaf else str(first["target"]),  # IFEval goes by rules; its targets are all 0
+        # IFEval checks instructions; its targets are all 0
+        "expected": "" if "ifeval" in leaf else str(first["target"]),
         "reply": str(first["resps"][0][0]),
         "score": float(first[metric]),
     }
     return {
         "scores": sample_scores(logged, metric),
-        "left_out": part.left_out,
-        "metrics": floats,
+        "left_out": left_out,
+        "metrics": metrics,
         "replies": [reply] if generates else [],
     }
 
 
-def _fitting(task: Any, tokenizer: PreTrainedTokenizerBase, length: int, limit: int | None, chat: bool) -> _Part:
-    """The documents whose prompts, as lm-eval makes them, have up to `length` tokens with their answers."""
+def _document_tokens(
+    task: Any, tokenizer: PreTrainedTokenizerBase, limit: int | None, chat: bool
+) -> dict[int, list[int]]:
+    """Document -> tokens of each of its prompts, as lm-eval makes them, with the answer and a token before the text."""
 
     def through_template(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
@@ -467,23 +419,16 @@ def _fitting(task: Any, tokenizer: PreTrainedTokenizerBase, length: int, limit: 
             )
         )
 
-    count = partial(_tokens, tokenizer, task)
     with quiet():
         task.build_all_requests(limit=limit, apply_chat_template=chat, chat_template=through_template if chat else None)
     tokens: dict[int, list[int]] = {}
     for request in task.instances:
-        tokens.setdefault(request.doc_id, []).append(count(request))
-    documents = [doc for doc in sorted(tokens) if max(tokens[doc]) <= length]
-    return _Part(documents, len(tokens) - len(documents), sum(sum(tokens[doc]) for doc in documents))
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, task: Any, request: Any) -> int:
-    """Of a prompt and its answer, with one for a token that begins any text."""
-    prompt, answer = request.args
-    if isinstance(answer, str):
-        return 1 + len(tokenizer(prompt + answer, add_special_tokens=False, verbose=False)["input_ids"])
-    new = answer.get("max_gen_toks", _NEW_TOKENS)
-    return 1 + new + len(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
+        prompt, answer = request.args  # the answer is a text, or the settings of its generation
+        new = 0 if isinstance(answer, str) else answer.get("max_gen_toks", _NEW_TOKENS)
+        text = prompt + answer if isinstance(answer, str) else prompt
+        n = 1 + new + len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        tokens.setdefault(request.doc_id, []).append(n)
+    return tokens
 
 
 def _measured(job: Job) -> LmEval:

@@ -1,4 +1,4 @@
-"""The prompts of a retrieval grid: every length, depth and trial, in all wordings, without a model."""
+"""The prompts of a retrieval grid: every length, depth and trial, in all wordings, made without a model."""
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,44 +22,35 @@ from ...prompts.wordings import N_WORDINGS, PASSKEY_WORDINGS
 from ..results.cache import data_hash
 from .retrieval_grid import RetrievalGrid
 
-# the middles of ten equal parts, so that `accuracy_by_answer_position` finds as many prompts in each of its bins
+# the middles of ten equal parts, so that each bin of `accuracy_by_answer_position` gets the same number of prompts
 DEPTHS = tuple((2 * k + 1) / 20 for k in range(10))
-
-Ask = Callable[[Sequence[Question], Callable[[int], None]], tuple[list[Reply], str]]
-"""(questions, what is told how many are read) -> replies, and a sentence about who gave them or ""."""
-
-
 ALL_WORDINGS = tuple(range(N_WORDINGS))
 
+Ask = Callable[[Sequence[Question], Callable[[int], None]], tuple[list[Reply], str]]
+"""(questions, function called with the number of answered questions) -> replies, and a sentence about them or ""."""
 
-_DRAWS = 100  # of one prompt, until it is none of those before
-
-
-# token ids of the text that needles are hidden in: of each wording, or one for all
 Haystacks = Sequence[Sequence[int]]
+"""Token ids of the text in which needles are hidden: one text for each wording, or one for all."""
+
+_DRAWS = 100  # attempts to draw a prompt that differs from the earlier ones
 
 
-def needles_of(kind: Kind, n_needles: int) -> int:
-    """Sentences hidden in a prompt: "passkey" and "single" have one, whatever was asked for."""
-    return 1 if kind in ("passkey", "single") else n_needles
-
-
-def haystacks_of(
+def haystacks_by_kind(
     kinds: Sequence[Kind], tokenizer: PreTrainedTokenizerBase, text: str | Iterable[str], lengths: Sequence[int]
 ) -> dict[Kind, Haystacks]:
-    """The haystacks of each kind; the text is tokenized once for all kinds that are hidden in it."""
-    of_text = text_haystacks(tokenizer, text, lengths) if set(kinds) - {"passkey"} else []
-    return {kind: passkey_haystacks(tokenizer, lengths) if kind == "passkey" else of_text for kind in kinds}
+    """The haystacks of each kind; the kinds that are hidden in `text` share one."""
+    shared = text_haystacks(tokenizer, text, lengths) if set(kinds) - {"passkey"} else []
+    return {kind: passkey_haystacks(tokenizer, lengths) if kind == "passkey" else shared for kind in kinds}
 
 
 def passkey_haystacks(tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int]) -> Haystacks:
-    """Each wording's filler sentences, repeated until they are enough for the longest of `lengths`."""
+    """The filler sentences of each wording, repeated up to the longest of `lengths`."""
     fillers = [tokenizer(wording.filler, add_special_tokens=False)["input_ids"] for wording in PASSKEY_WORDINGS]
     return [filler * (max(lengths, default=0) // len(filler) + 1) for filler in fillers]
 
 
 def text_haystacks(tokenizer: PreTrainedTokenizerBase, text: str | Iterable[str], lengths: Sequence[int]) -> Haystacks:
-    """Documents, one after the other, until they are enough for the longest of `lengths`, for all wordings."""
+    """Joined documents up to the longest of `lengths`, for all wordings."""
     haystack: list[int] = []
     for document in [text] if isinstance(text, str) else text:
         haystack += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
@@ -81,11 +72,9 @@ def retrieval_prompts(
     chat_template: ChatTemplate = "auto",
     wordings: Sequence[int] = ALL_WORDINGS,
 ) -> list[RetrievalPrompt]:
-    """What `retrieval` asks at one length, depth by depth, without a model; arguments as there."""
-    haystacks = haystacks_of((kind,), tokenizer, text, (length,))[kind]
-    needles = needles_of(kind, n_needles)
-    prompts = PromptGrid(kind, tokenizer, (length,), depths, trials, needles, seed, chat_template, tuple(wordings))
-    return prompts.of_length(length, haystacks)
+    """The prompts of one length that `retrieval` asks, depth by depth; arguments as in `retrieval`."""
+    grid = PromptGrid(kind, tokenizer, (length,), depths, trials, n_needles, seed, chat_template, tuple(wordings))
+    return grid.prompts(length, haystacks_by_kind((kind,), tokenizer, text, (length,))[kind])
 
 
 def check_retrieval(
@@ -94,51 +83,29 @@ def check_retrieval(
     texts: Iterable[str],
     lengths: Sequence[int],
     chat_template: ChatTemplate,
-    *,
-    n_needles: int = 4,
 ) -> None:
-    """Make one prompt of each length and wording, without a model.
-
-    Raises:
-        ValueError: a length that is too short for needles and question, or a text that is too short for the length.
-    """
-    haystack = haystacks_of((kind,), tokenizer, texts, lengths)[kind]
-    n_needles = needles_of(kind, n_needles)
-    trials = len(ALL_WORDINGS)
-    prompts = PromptGrid(kind, tokenizer, lengths, (0.5,), trials, n_needles, 0, chat_template, ALL_WORDINGS)
+    """Raise ValueError if a length is too short for needles and question, or the text too short for a length."""
+    haystacks = haystacks_by_kind((kind,), tokenizer, texts, lengths)[kind]
+    grid = PromptGrid(kind, tokenizer, lengths, (0.5,), N_WORDINGS, 4, 0, chat_template, ALL_WORDINGS)
     for length in lengths:
-        prompts.of_length(length, haystack)
+        grid.prompts(length, haystacks)
 
 
 def shortest_prompt(
     kind: Kind, tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplate, *, n_needles: int = 4
 ) -> int:
-    """Tokens that a prompt of this kind takes at least, in its longest wording and with a sentence of haystack."""
-    n_needles = needles_of(kind, n_needles)
-    prompts = PromptGrid(kind, tokenizer, (0,), (0.5,), 1, n_needles, 0, chat_template, ALL_WORDINGS)
-    chat = uses_chat_template(tokenizer, chat_template)
+    """Tokens of the shortest prompt of this kind and its reply: the longest wording, with one sentence of haystack."""
+    grid = PromptGrid(kind, tokenizer, (0,), (0.5,), 1, n_needles, 0, chat_template, ALL_WORDINGS)
     sentence = tokenizer(PASSKEY_WORDINGS[0].filler, add_special_tokens=False)["input_ids"]
-    return prompts.new_tokens + max(
-        len(
-            make_prompt(
-                kind,
-                tokenizer,
-                sentence,
-                n_tokens=None,
-                depth=0.5,
-                n_needles=n_needles,
-                rng=random.Random(trial),
-                chat=chat,
-                wording=trial % N_WORDINGS,
-            ).ids
-        )
-        for trial in range(4 * N_WORDINGS)
-    )
+    prompts = [
+        grid.make(sentence, None, 0.5, trial % N_WORDINGS, random.Random(trial)) for trial in range(4 * N_WORDINGS)
+    ]
+    return grid.new_tokens + max(len(prompt.ids) for prompt in prompts)
 
 
 @dataclass(frozen=True)
 class PromptGrid:
-    """The prompts of a grid; arguments as in `retrieval`."""
+    """The prompts of one kind: lengths x depths x trials; arguments as in `retrieval`."""
 
     kind: Kind
     tokenizer: PreTrainedTokenizerBase
@@ -157,71 +124,70 @@ class PromptGrid:
             raise ValueError(f"depths must be in [0, 1], got {list(self.depths)}.")
 
     @property
+    def hidden(self) -> int:
+        """Number of hidden sentences: "passkey" and "single" always have one."""
+        return 1 if self.kind in ("passkey", "single") else self.n_needles
+
+    @property
     def new_tokens(self) -> int:
-        """Tokens that a reply may have."""
-        return reply_tokens(self.kind, self.n_needles)
+        """Maximum number of tokens of a reply."""
+        return reply_tokens(self.kind, self.hidden)
 
-    def of_length(self, length: int, haystacks: Haystacks) -> list[RetrievalPrompt]:
-        """All prompts of one length, depth by depth, each another one, in each wording as often as in the others.
+    def make(
+        self, haystack: Sequence[int], n_tokens: int | None, depth: float, wording: int, rng: random.Random
+    ) -> RetrievalPrompt:
+        """One prompt of `n_tokens`, or of the whole haystack with None."""
+        return make_prompt(
+            self.kind,
+            self.tokenizer,
+            haystack,
+            n_tokens=n_tokens,
+            depth=depth,
+            n_needles=self.hidden,
+            rng=rng,
+            chat=uses_chat_template(self.tokenizer, self.chat_template),
+            wording=wording,
+        )
 
-        They do not depend on the model, only on its tokenizer: the k-th prompt of two models is the same.
+    def prompts(self, length: int, haystacks: Haystacks) -> list[RetrievalPrompt]:
+        """All prompts of one length, depth by depth: all different, and equally many in each wording.
 
-        Raises:
-            ValueError: `length` is too short for needles, question and reply.
+        They depend on the tokenizer and not on the model: the k-th prompt of two models is the same.
         """
-        seen: set[tuple[int, ...]] = set()
-        prompts: list[RetrievalPrompt] = []
+        prompts: dict[tuple[int, ...], RetrievalPrompt] = {}  # by token ids
+        # kinds that ask about the same needles draw them alike, so that they share their texts
+        drawn_as = about_the_same(self.kind, self.hidden)[0]
         for depth in self.depths:
             for trial in range(self.trials):
-                # in turn through depths and trials: each wording is asked at all depths
+                # wordings take turns through depths and trials, so each is asked at all depths
                 wording = self.wordings[len(prompts) % len(self.wordings)]
-                try:
-                    prompt = self._drawn(length, depth, trial, wording, haystacks[wording % len(haystacks)], seen)
-                except TooFewTokensError as error:
-                    least = shortest_prompt(self.kind, self.tokenizer, self.chat_template, n_needles=self.n_needles)
+                haystack = haystacks[wording % len(haystacks)]
+                drawn = f"{self.seed} {drawn_as} {length} {depth} {trial}"
+                for attempt in range(_DRAWS):
+                    rng = random.Random(f"{drawn} {attempt}" if attempt else drawn)
+                    try:
+                        prompt = self.make(haystack, length - self.new_tokens, depth, wording, rng)
+                    except TooFewTokensError as error:
+                        least = shortest_prompt(self.kind, self.tokenizer, self.chat_template, n_needles=self.hidden)
+                        raise ValueError(
+                            f"{length} tokens are too few for the needles, the question and the reply of "
+                            f"{self.kind!r}: use lengths of at least {least}."
+                        ) from error
+                    if tuple(prompt.ids) not in prompts:
+                        break
+                else:
                     raise ValueError(
-                        f"{length} tokens are too few for the needles, the question and the reply of {self.kind!r}: "
-                        f"use lengths of at least {least}."
-                    ) from error
-                seen.add(tuple(prompt.ids))
-                prompts.append(prompt)
-        return prompts
-
-    def _drawn(
-        self, length: int, depth: float, trial: int, wording: int, haystack: Sequence[int], seen: set[tuple[int, ...]]
-    ) -> RetrievalPrompt:
-        drawn_as = about_the_same(self.kind, self.n_needles)[0]
-        drawn = f"{self.seed} {drawn_as} {length} {depth} {trial}"
-        for again in range(_DRAWS):
-            prompt = make_prompt(
-                self.kind,
-                self.tokenizer,
-                haystack,
-                n_tokens=length - self.new_tokens,
-                depth=depth,
-                n_needles=self.n_needles,
-                rng=random.Random(f"{drawn} {again}" if again else drawn),
-                chat=uses_chat_template(self.tokenizer, self.chat_template),
-                wording=wording,
-            )
-            if tuple(prompt.ids) not in seen:
-                return prompt
-        raise ValueError(f"there are no {self.trials} different prompts of {length} tokens: ask for fewer trials.")
+                        f"there are no {self.trials} different prompts of {length} tokens: use fewer trials."
+                    )
+                prompts[tuple(prompt.ids)] = prompt
+        return list(prompts.values())
 
     def part(self, length: int, prompts: Sequence[RetrievalPrompt], replies: Sequence[Reply]) -> dict[str, Any]:
-        """What is kept of one length."""
+        """The stored result of one length."""
         texts = self.tokenizer.batch_decode([reply.written for reply in replies], skip_special_tokens=True)
-        return {
-            "scores": [p.score(text) for p, text in zip(prompts, texts, strict=True)],
-            "forced_scores": [p.forced_score(reply.forced) for p, reply in zip(prompts, replies, strict=True)],
-            "places": [p.position / len(p.ids) for p in prompts],
-            **self._record(length, prompts, texts),
-        }
-
-    def _record(self, length: int, prompts: Sequence[RetrievalPrompt], replies: Sequence[str]) -> dict[str, Any]:
-        """What is kept of one length beside scores and places."""
+        scores = [p.score(text) for p, text in zip(prompts, texts, strict=True)]
         wordings = [p.wording for p in prompts]
-        # of each wording one, from all depths
+        # indices of the replies that the report shows: one of each wording, at depths that differ
         shown = [
             min(
                 (i for i, w in enumerate(wordings) if w == wording),
@@ -231,40 +197,42 @@ class PromptGrid:
             if wording in wordings
         ]
         return {
+            "scores": scores,
+            "forced_scores": [p.forced_score(reply.forced) for p, reply in zip(prompts, replies, strict=True)],
+            "places": [p.position / len(p.ids) for p in prompts],
             "wordings": wordings,
             "prompt_hash": data_hash([p.ids for p in prompts]),
             "replies": [
                 {
                     "length": length,
-                    "wording": prompts[i].wording,
+                    "wording": wordings[i],
                     "question": prompts[i].question,
                     "expected": ", ".join(prompts[i].answers),
-                    "reply": replies[i],
-                    "score": prompts[i].score(replies[i]),
+                    "reply": texts[i],
+                    "score": scores[i],
                 }
                 for i in shown
             ],
         }
 
     def grid(self, parts: Sequence[Mapping[str, Any]]) -> RetrievalGrid:
-        """Of what was kept of each length."""
+        """The result of all lengths, from the stored result of each."""
+
+        def joined(name: str) -> list[Any]:
+            return [value for part in parts for value in part[name]]
+
+        n = self.trials
         return RetrievalGrid(
             self.kind,
             list(self.lengths),
             list(self.depths),
-            [
-                [
-                    sum(part["scores"][k : k + self.trials]) / self.trials
-                    for k in range(0, len(part["scores"]), self.trials)
-                ]
-                for part in parts
-            ],
-            self.trials,
-            places=[place for part in parts for place in part["places"]],
-            scores=[score for part in parts for score in part["scores"]],
-            wordings=[wording for part in parts for wording in part["wordings"]],
+            [[sum(p["scores"][k : k + n]) / n for k in range(0, len(p["scores"]), n)] for p in parts],
+            n,
+            places=joined("places"),
+            scores=joined("scores"),
+            wordings=joined("wordings"),
             prompt_hashes=[part["prompt_hash"] for part in parts],
-            replies=[reply for part in parts for reply in part["replies"]],
-            forced_scores=[score for part in parts for score in part["forced_scores"]],
-            said=[sentence for part in parts for sentence in part["said"]],
+            replies=joined("replies"),
+            forced_scores=joined("forced_scores"),
+            said=joined("said"),
         )

@@ -1,8 +1,7 @@
-"""Passkey and needle-in-a-haystack: what a model writes and, beside it, teacher-forced, by length and depth."""
+"""Passkey and needle in a haystack: retrieval as written and teacher-forced, by length and depth."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,7 @@ from .prompt_grid import (
     Haystacks,
     PromptGrid,
     check_retrieval,
-    haystacks_of,
-    needles_of,
+    haystacks_by_kind,
     shortest_prompt,
 )
 from .retrieval_grid import RetrievalGrid
@@ -36,13 +34,13 @@ if TYPE_CHECKING:
 def passkey(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], **options: Any
 ) -> RetrievalGrid:
-    """Repeat a five-digit key that stands somewhere in repeated filler sentences, as the model writes it.
+    """Accuracy of repeating a five-digit key that is hidden in repeated filler sentences.
 
     Args:
         model: a causal LM.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         lengths: tokens of prompt and reply together.
-        **options: depths, trials, batch_size, seed, chat_template, wordings and progress, as `retrieval` takes them.
+        **options: depths, trials, batch_size, seed, chat_template, wordings and progress, as in `retrieval`.
 
     Source: Mohtashami and Jaggi, Landmark Attention, 2023; used by PoSE, LongLoRA and PosAug.
     """
@@ -58,15 +56,15 @@ def niah(
     kind: Kind = "single",
     **options: Any,
 ) -> RetrievalGrid:
-    """Needle in a haystack over lengths and depths, in the user's own text, as the model writes its answers.
+    """Accuracy of finding needles in a haystack of your own text, over lengths and depths.
 
     Args:
         model: a causal LM.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         text: haystack; documents are joined.
         lengths: tokens of prompt and reply together, so nothing is ever truncated.
         kind: "single", "multikey", "multivalue", "multiquery" or "ordinal", as in `rope_patch.prompts.needles`.
-        **options: n_needles and those of `passkey`, as `retrieval` takes them.
+        **options: n_needles and the options of `passkey`, as in `retrieval`.
 
     Source: Kamradt's needle in a haystack; RULER, arXiv:2404.06654 (multi-key, -value, -query); RPSD,
     arXiv:2604.14339 (ordinal).
@@ -92,28 +90,28 @@ def retrieval(
     remember: Callable[[Kind], Remember] = lambda _: afresh,
     ask: Ask | None = None,
 ) -> dict[Kind, RetrievalGrid]:
-    """The grids of `passkey` and `niah`, of several kinds at once: what their prompts share is read once.
+    """The grids of `passkey` and `niah` for several kinds at once, so that text which prompts share is read once.
 
     "multikey" and "multiquery" ask about the same texts, prompt by prompt, and so do "multivalue" and "ordinal". The
-    prompts of one kind have texts of their own each, so that they are as independent as if the kind were asked alone.
+    prompts of one kind have different texts, so their scores are independent.
 
     Args:
         model: a causal LM.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         text: haystack of all kinds but "passkey"; documents are joined.
         lengths: tokens of prompt and reply together.
-        kinds: of needles, as in `rope_patch.prompts.needles`.
-        depths: places of one needle asked for, 0 the start of the text and 1 its end; others are drawn.
-        trials: prompts a cell.
-        n_needles: sentences hidden, for all kinds but "passkey" and "single".
-        batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
-        seed: of keys, values and places.
-        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
-            there is one. Lengths include it.
-        wordings: numbers of the phrasings in `rope_patch.prompts.wordings` that prompts take in turn.
+        kinds: kinds of needles, as in `rope_patch.prompts.needles`.
+        depths: depths of one needle that is asked for; 0 is the start of the text and 1 its end. Others are drawn.
+        trials: prompts for each length and depth.
+        n_needles: number of hidden sentences, for all kinds but "passkey" and "single".
+        batch_size: maximum number of prompts in memory and answered at once; None means as many as fit.
+        seed: seed of keys, values and places.
+        chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. Lengths
+            include it.
+        wordings: numbers of the wordings in `rope_patch.prompts.wordings`, which prompts use in turn.
         progress: whether to show a bar over tokens.
-        remember: of a kind, what keeps each of its lengths as soon as it is done.
-        ask: answers questions in place of `ask_greedily`, and says something about it in a sentence, or "".
+        remember: kind -> function that stores each of its lengths as soon as it is done.
+        ask: function that answers questions in place of `ask_greedily`, and returns a sentence about them or "".
 
     Returns:
         Kind -> grid.
@@ -121,104 +119,82 @@ def retrieval(
     Raises:
         ValueError: an unknown kind, depths outside [0, 1], or too little text.
     """
-    prompts = {
-        kind: PromptGrid(
-            kind, tokenizer, lengths, depths, trials, needles_of(kind, n_needles), seed, chat_template, tuple(wordings)
-        )
+    grids = {
+        kind: PromptGrid(kind, tokenizer, lengths, depths, trials, n_needles, seed, chat_template, tuple(wordings))
         for kind in kinds
     }
-    haystacks = haystacks_of(kinds, tokenizer, text, lengths)
-    parts: dict[Kind, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    tokens = [len(kinds) * len(depths) * trials * length for length in lengths]
+    haystacks = haystacks_by_kind(kinds, tokenizer, text, lengths)
     times = times_read(model) if progress and ask is None else 1
-    with token_bar(model, sum(tokens), ", ".join(kinds), show=progress, times_read=times) as done:
-        for k, length in enumerate(lengths):
-            before = sum(tokens[:k])
-            together = _Together(
-                prompts, haystacks, length, ask or _by_model(model, tokenizer, batch_size), done, before
-            )
-            for kind in kinds:
-                parts[kind].append(remember(kind)({"length": length}, partial(together.part, kind)))
-            done(before + tokens[k])
-    return {kind: prompts[kind].grid(parts[kind]) for kind in kinds}
-
-
-def _by_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int | None) -> Ask:
-    """The model itself answers."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
-    def ask(questions: Sequence[Question], done: Callable[[int], None]) -> tuple[list[Reply], str]:
+    def ask_model(questions: Sequence[Question], done: Callable[[int], None]) -> tuple[list[Reply], str]:
         return ask_greedily(model, questions, pad_token=pad, batch_size=batch_size, done=done), ""
 
-    return ask
+    per_kind = len(depths) * trials  # prompts of one length
+    parts: dict[Kind, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    tokens = [len(kinds) * per_kind * length for length in lengths]
+
+    def measure(length: int, before: int, done: Callable[[int], None]) -> None:
+        """Measure all kinds at one length, after `before` tokens of shorter ones."""
+        answered: dict[Kind, dict[str, Any]] = {}
+
+        def part(kind: Kind) -> dict[str, Any]:
+            if kind not in answered:
+                # the kinds after this one are asked in the same call; those before it were stored by an earlier run
+                j = kinds.index(kind)
+                read = before + j * per_kind * length
+                missing = {k: grids[k] for k in kinds[j:]}
+                answered.update(_answers(missing, haystacks, length, ask or ask_model, lambda n: done(read + n)))
+            return answered[kind]
+
+        for kind in kinds:
+            parts[kind].append(remember(kind)({"length": length}, partial(part, kind)))
+
+    with token_bar(model, sum(tokens), ", ".join(kinds), show=progress, times_read=times) as done:
+        for k, length in enumerate(lengths):
+            measure(length, sum(tokens[:k]), done)
+            done(sum(tokens[: k + 1]))
+    return {kind: grids[kind].grid(parts[kind]) for kind in kinds}
 
 
-@dataclass
-class _Together:
-    """The results of one length, of several kinds whose prompts are asked in one call: what they share is read once.
-
-    Args:
-        grids: the prompts of each kind.
-        haystacks: of each kind.
-        length: tokens of prompt and reply together.
-        ask: answers questions.
-        done: takes the tokens that are through by now.
-        through: tokens that were before this length.
-        answered: the kinds that have been asked.
-    """
-
-    grids: Mapping[Kind, PromptGrid]
-    haystacks: Mapping[Kind, Haystacks]
-    length: int
-    ask: Ask
-    done: Callable[[int], None]
-    through: int
-    answered: dict[Kind, dict[str, Any]] = field(default_factory=dict)
-
-    def part(self, kind: Kind) -> dict[str, Any]:
-        """The results of one kind; all kinds that come after it are asked with it."""
-        if kind not in self.answered:
-            kinds = list(self.grids)
-            self._answer(kinds[kinds.index(kind) :])
-        return self.answered[kind]
-
-    def _answer(self, kinds: Sequence[Kind]) -> None:
-        prompts = {kind: self.grids[kind].of_length(self.length, self.haystacks[kind]) for kind in kinds}
-        questions = [
-            Question(p.ids, self.grids[kind].new_tokens, p.right_reply) for kind, of in prompts.items() for p in of
-        ]
-        # those of the kinds before were kept by an earlier run
-        earlier = (len(self.grids) - len(kinds)) * len(questions) // len(kinds)
-        # of a prompt that has been read, reply and right answer are still to come, and move the bar token by token
-        to_come = sum(q.max_new_tokens + len(q.answer) for q in questions) // len(questions)
-
-        def read(n: int) -> None:
-            self.done(self.through + self.length * (earlier + n) - to_come * n)
-
-        replies, said = self.ask(questions, read)
-        for kind, of_kind in prompts.items():
-            of_grid, replies = replies[: len(of_kind)], replies[len(of_kind) :]
-            self.answered[kind] = {
-                **self.grids[kind].part(self.length, of_kind, of_grid),
-                "said": [said] if said else [],
-            }
+def _answers(
+    grids: Mapping[Kind, PromptGrid],
+    haystacks: Mapping[Kind, Haystacks],
+    length: int,
+    ask: Ask,
+    done: Callable[[int], None],
+) -> dict[Kind, dict[str, Any]]:
+    """The stored results of one length, of several kinds whose questions are asked in one call."""
+    prompts = {kind: grid.prompts(length, haystacks[kind]) for kind, grid in grids.items()}
+    questions = [
+        Question(prompt.ids, grids[kind].new_tokens, prompt.right_reply) for kind in prompts for prompt in prompts[kind]
+    ]
+    # a prompt that has been read still lacks its reply and the right answer, which move the bar token by token
+    to_come = sum(q.max_new_tokens + len(q.answer) for q in questions) // len(questions)
+    replies, note = ask(questions, lambda n: done((length - to_come) * n))
+    found = {}
+    for kind, grid in grids.items():
+        n = len(prompts[kind])
+        found[kind] = {**grid.part(length, prompts[kind], replies[:n]), "said": [note] if note else []}
+        replies = replies[n:]
+    return found
 
 
 _HELP: dict[Kind, str] = {
-    "passkey": "retrieval of a five-digit number that stands somewhere in repeated filler sentences",
+    "passkey": "retrieval of a five-digit number that is hidden in repeated filler sentences",
     "single": "needle in a haystack: retrieval of sentences hidden in your text. One; one of several; several at once; "
-    "the first, second, ... of several. Also accuracy by the place of the answer",
+    "the first, second, ... of several. Also accuracy by the position of the answer",
 }
 _KINDS: dict[str, Kind] = {kind if kind == "passkey" else f"niah-{kind}": kind for kind in KINDS}
 
 
 def kinds_of(plan: "EvalPlan") -> list[Kind]:
-    """The kinds of prompts that a plan asks."""
+    """The kinds of prompts that a plan measures."""
     return [_KINDS[name] for name in plan.measures if name in _KINDS]
 
 
 def _measured(job: Job) -> RetrievalGrid:
-    """The grid of the measure that runs; all others that are missing are measured with it, as they share prompts."""
+    """The grid of the running measure; all other missing grids are measured with it, because they share prompts."""
     from .vllm_backend import vllm_answers
 
     plan, names = job.plan, {kind: name for name, kind in _KINDS.items()}

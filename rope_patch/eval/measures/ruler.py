@@ -1,11 +1,11 @@
-"""RULER's 13 tasks through lm-eval, without the network: the user's text as haystack, QA data from files."""
+"""RULER's 13 tasks through lm-eval, without the network: your text as haystack, and QA data from files."""
 
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,54 +18,50 @@ from transformers import PreTrainedTokenizerBase
 from ...prompts.asking import ChatTemplate, Frame, uses_chat_template
 from ...prompts.text import is_json_lines, read_json, read_json_lines
 from ..results.cache import Remember, afresh
+from ..results.figures import Figure, add_legend, compact, draw_bars, new_figure
 from ..results.progress import token_bar
 from ..results.result import Pairs, Result
 from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position, draw_by_place
 from .base import Job, Measure
 from .harness import evaluate, local_task, quiet, quiet_import, require_lm_eval, sample_scores
 from .retrieval_grid import RetrievalGrid
-from .squad import of_form, read_squad
+from .squad import read_squad, readable
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ..suite import EvalPlan
 
-# task -> arguments of lm-eval's needle generator, as in its own task files
+
+def _needles(haystack: str, key: str = "words", value: str = "numbers", **numbers: int) -> dict[str, Any]:
+    """Arguments of lm-eval's needle generator."""
+    return {"type_haystack": haystack, "type_needle_k": key, "type_needle_v": value, **numbers}
+
+
+# the arguments are those of lm-eval's task files
 _NEEDLES: dict[str, dict[str, Any]] = {
-    "niah_single_1": {"type_haystack": "repeat", "type_needle_k": "words", "type_needle_v": "numbers"},
-    "niah_single_2": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers"},
-    "niah_single_3": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "uuids"},
-    "niah_multikey_1": {
-        "type_haystack": "essay",
-        "type_needle_k": "words",
-        "type_needle_v": "numbers",
-        "num_needle_k": 4,
-    },
-    "niah_multikey_2": {"type_haystack": "needle", "type_needle_k": "words", "type_needle_v": "numbers"},
-    "niah_multikey_3": {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"},
-    "niah_multivalue": {
-        "type_haystack": "essay",
-        "type_needle_k": "words",
-        "type_needle_v": "numbers",
-        "num_needle_v": 4,
-    },
-    "niah_multiquery": {
-        "type_haystack": "essay",
-        "type_needle_k": "words",
-        "type_needle_v": "numbers",
-        "num_needle_q": 4,
-    },
+    "niah_single_1": _needles("repeat"),
+    "niah_single_2": _needles("essay"),
+    "niah_single_3": _needles("essay", value="uuids"),
+    "niah_multikey_1": _needles("essay", num_needle_k=4),
+    "niah_multikey_2": _needles("needle"),
+    "niah_multikey_3": _needles("needle", key="uuids", value="uuids"),
+    "niah_multivalue": _needles("essay", num_needle_v=4),
+    "niah_multiquery": _needles("essay", num_needle_q=4),
 }
-_SEED = 42  # lm-eval's own
-SHORTEST_LENGTH = 4096  # tokens that RULER begins at; its generators do not fill much shorter prompts
-_VT_EXAMPLE = 500  # tokens of the example that lm-eval shows before a prompt of variable tracking
-_FWE_SHORTEST = 200  # tokens: lm-eval draws a word for 50, and asks for the second to fourth by frequency
-_SHOWN = 200  # characters of a prompt that are kept with its reply: its question
-_OF_QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
-TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", *_OF_QUESTIONS)
+_SEED = 42  # lm-eval's
+SHORTEST_LENGTH = 4096
+"""RULER's shortest length, in tokens; its generators cannot fill much shorter prompts."""
+_VT_EXAMPLE = 500  # tokens of the example that lm-eval puts before a prompt of variable tracking
+_FWE_SHORTEST = 200  # lm-eval draws one word for 50 tokens, and the prompt asks for the first three by frequency
+_SHOWN = 200  # characters at the end of a prompt that are stored with its reply: its question
+TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
+# task -> the argument of `ruler` that it needs
+_NEEDS = {
+    **{name: "haystack" for name, options in _NEEDLES.items() if options["type_haystack"] == "essay"},
+    "ruler_qa_squad": "squad",
+    "ruler_qa_hotpot": "hotpotqa",
+}
 RulerPrompts = dict[tuple[int, str], list[dict[str, Any]]]
-_NEEDS_TEXT = tuple(name for name, options in _NEEDLES.items() if options["type_haystack"] == "essay")
+"""(length, task) -> lm-eval's documents."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +70,12 @@ class Ruler(Result):
 
     Args:
         lengths: tokens of a prompt and its answer together.
-        scores: task -> score at each length, 0 to 1.
-        samples: prompts of each task and length that were asked for.
-        answer_positions: of niah_multikey_2 at each length the accuracy by where the answer stands, as the curves of
-            `AnswerPositionAccuracy`; empty without that task.
-        prompt_scores: task -> at each length the score of each prompt; empty where it was not kept.
-        replies: one of each task and length, as {task, length, question, expected, reply, score}.
+        scores: task -> [n_lengths], mean score, 0 to 1.
+        samples: requested number of prompts of each task and length.
+        answer_positions: accuracy of niah_multikey_2 by the position of the answer, one curve of
+            `AnswerPositionAccuracy` for each length; empty without that task.
+        prompt_scores: task -> [n_lengths][n_prompts], score of each prompt.
+        replies: one reply of each task and length, as {task, length, question, expected, reply, score}.
     """
 
     title: ClassVar[str] = "RULER"
@@ -98,38 +94,31 @@ class Ruler(Result):
         return sum(values[k] for values in self.scores.values()) / len(self.scores)
 
     def n_prompts(self, task: str, length: int) -> int:
-        """Prompts of a task and length that were scored: a file with few questions gives fewer than were asked for."""
-        of_lengths = self.prompt_scores.get(task)
-        return len(of_lengths[self.lengths.index(length)]) if of_lengths else self.samples
+        """Number of scored prompts, which is less than `samples` if a file has fewer questions."""
+        return len(self.prompt_scores[task][self.lengths.index(length)])
 
     @property
     def by_answer_position(self) -> AnswerPositionAccuracy:
-        """Accuracy of niah_multikey_2 by where the answer stands, a curve for each length."""
+        """Accuracy of niah_multikey_2 by the position of the answer, one curve for each length."""
         return AnswerPositionAccuracy(self.answer_positions)
 
     def headline(self) -> dict[str, float]:
         return {f"RULER at {n}": self.mean(n) for n in self.lengths}
 
     def table(self) -> list[dict[str, Any]]:
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"task": task, "length": n, "score": value, "samples": self.n_prompts(task, n)}
             for task, values in self.scores.items()
             for n, value in zip(self.lengths, values, strict=True)
         ]
-        means = [
-            {
-                "task": "mean",
-                "length": n,
-                "score": self.mean(n),
-                "samples": sum(self.n_prompts(task, n) for task in self.scores),
-            }
-            for n in self.lengths
-        ]
-        return rows + means
+        for n in self.lengths:
+            n_prompts = sum(self.n_prompts(task, n) for task in self.scores)
+            rows.append({"task": "mean", "length": n, "score": self.mean(n), "samples": n_prompts})
+        return rows
 
     def pairs(self, first: Self, window: int | None) -> list[Pairs]:
         return [
-            Pairs(scores, dict(zip(self.lengths, self.prompt_scores[task], strict=True))[n], "prompts", n, task)
+            Pairs(scores, self.prompt_scores[task][self.lengths.index(n)], "prompts", n, task)
             for task in first.prompt_scores
             if task in self.prompt_scores
             for n, scores in zip(first.lengths, first.prompt_scores[task], strict=True)
@@ -137,43 +126,41 @@ class Ruler(Result):
         ]
 
     @classmethod
-    def figure(cls, results: Mapping[str, Self]) -> "Figure":
-        from ..results.figures import add_legend, compact, draw_bars, new_figure
-
+    def figure(cls, results: Mapping[str, Self]) -> Figure:
         first = next(iter(results.values()))
-        by_place = bool(first.answer_positions)
+        n_lengths, by_position = len(first.lengths), bool(first.answer_positions)
         figure, all_axes = new_figure(
-            len(first.lengths), height=6.5 if by_place else 5.0, row_heights=(3, 1.5) if by_place else (1,)
+            n_lengths, height=6.5 if by_position else 5.0, row_heights=(3, 1.5) if by_position else (1,)
         )
-        for axes, length in zip(all_axes, first.lengths, strict=False):
-            k = first.lengths.index(length)
+        for k, length in enumerate(first.lengths):
+            axes = all_axes[k]
             series = {label: [*(v[k] for v in r.scores.values()), r.mean(length)] for label, r in results.items()}
             draw_bars(axes, [*(t.removeprefix("ruler_").removeprefix("niah_") for t in first.scores), "mean"], series)
             axes.set(title=f"{compact(length)} tokens")
             axes.set_ylim(0, 1)
             axes.tick_params(axis="x", labelsize=6, rotation=90)
         all_axes[0].set_ylabel("score")
-        if by_place:
-            below = all_axes[len(first.lengths) :]
+        if by_position:
+            below = all_axes[n_lengths:]
             for label, result in results.items():
                 for axes, curve in zip(below, result.answer_positions, strict=False):
                     draw_by_place(axes, curve, label)
-            below[0].set_ylabel("multikey_2 by place\nof the answer")
+            below[0].set_ylabel("multikey_2 by position\nof the answer")
         add_legend(figure, all_axes[0])
         return figure
 
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
-        said = []
+        sentences = []
         for label, result in results.items():
             means = ", ".join(f"{100 * result.mean(n):.1f} at {n}" for n in result.lengths)
             worst = min(result.scores, key=lambda t: result.scores[t][-1])
-            said.append(
-                f"{label}: mean {means} tokens; weakest at {result.lengths[-1]} is {worst} "
+            sentences.append(
+                f"{label}: mean {means} tokens. The weakest task at {result.lengths[-1]} tokens is {worst} "
                 f"({100 * result.scores[worst][-1]:.0f})."
             )
-            said += result.by_answer_position.said(label)
-        return said
+            sentences += result.by_answer_position.gaps(label)
+        return sentences
 
 
 def ruler(
@@ -192,38 +179,38 @@ def ruler(
     remember: Remember = afresh,
     prompts: RulerPrompts | None = None,
 ) -> Ruler:
-    """Score RULER's tasks with lm-eval's own prompts, generators and metrics.
+    """Score RULER's tasks with lm-eval's prompts, generators and metrics.
 
     lm-eval takes essays and QA data from the network, makes 500 prompts whatever the limit, and cuts prompts to the
-    window in the config. Here the haystack is the user's text, QA data are files, `samples` prompts are made, and a
-    prompt is read whole.
+    window in the config. Here the haystack is your text, QA data are files, `samples` prompts are made, and no prompt
+    is truncated.
 
     Args:
         model: a causal LM.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         lengths: tokens of a prompt and its answer together.
-        tasks: names out of `rope_patch.eval.measures.ruler.TASKS`; None means all whose data are given.
+        tasks: names from `rope_patch.eval.measures.ruler.TASKS`; None means all whose data are given.
         samples: prompts of each task and length; RULER takes 500.
-        haystack: text in place of the essays; needed by the five tasks that hide needles in running text.
-        squad: SQuAD's own JSON file, or .jsonl(.xz, .gz) with `title`, `context` and `qas` [question, answers].
-        hotpotqa: HotpotQA's own JSON file, or .jsonl(.xz, .gz) with `question`, `answer`, `context` [title, sentences].
-        batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
-        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
-            there is one. Lengths include it.
+        haystack: text in place of the essays, for the five tasks that hide needles in running text.
+        squad: SQuAD's JSON file, or .jsonl(.xz, .gz) with `title`, `context` and `qas` [question, answers].
+        hotpotqa: HotpotQA's JSON file, or .jsonl(.xz, .gz) with `question`, `answer`, `context` [title, sentences].
+        batch_size: maximum number of prompts in memory and answered at once; None means as many as fit.
+        chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. Lengths
+            include it.
         progress: whether to show a bar over tasks and lengths.
-        remember: keeps each task and length as soon as it is done.
-        prompts: those of `ruler_prompts` of the same lengths, samples and chat_template, all of which are asked, in
-            place of tasks and their data; several models can be asked the same. None makes them.
+        remember: stores each task and length as soon as it is done.
+        prompts: prompts from `ruler_prompts` with the same lengths, samples and chat_template, in place of tasks and
+            their data, so that several models get the same ones. None makes them.
 
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError: an unknown task, or one whose data were not given.
+        ValueError: an unknown task, or a task whose data were not given.
 
     Source: RULER, arXiv:2404.06654.
     """
     require_lm_eval()
     chat = uses_chat_template(tokenizer, chat_template)
-    # all prompts first: what cannot be made at some length shows before anything is measured
+    # all prompts are made first, so that a length that is too short raises before anything is measured
     documents = prompts or ruler_prompts(
         tokenizer,
         lengths,
@@ -236,28 +223,17 @@ def ruler(
         progress=progress,
     )
     chosen = list(dict.fromkeys(task for _, task in documents))
-    scores: dict[str, list[float]] = {task: [] for task in chosen}
-    prompt_scores: dict[str, list[list[float]]] = {task: [] for task in chosen}
-    replies: list[dict[str, Any]] = []
-    positions: list[dict[str, Any]] = []
+    result = Ruler(list(lengths), {task: [] for task in chosen}, samples, [], {task: [] for task in chosen}, [])
     cells = [(length, task) for length in lengths for task in chosen]
     for n, task in tqdm(cells, desc="RULER", unit="task", disable=not progress):
-
-        def score(n: int = n, task: str = task) -> dict[str, Any]:
-            tokens = n * len(documents[n, task])
-            with token_bar(model, tokens, f"{task} at {n}", show=progress):
-                mean, logged = _score(model, tokenizer, task, documents[n, task], n, batch_size, chat)
-            curve = _by_position(logged, n) if task == "niah_multikey_2" else None
-            of_each = sample_scores(logged, "score")
-            return {"score": mean, "answer_positions": curve, "scores": of_each, "reply": _example(task, n, logged)}
-
-        result = remember({"task": task, "length": n}, score)
-        scores[task].append(result["score"])
-        prompt_scores[task].append(result["scores"])
-        replies.append(result["reply"])
-        if result["answer_positions"] is not None:
-            positions.append(result["answer_positions"])
-    return Ruler(list(lengths), scores, samples, positions, prompt_scores, replies)
+        measure = partial(_measure, model, tokenizer, task, documents[n, task], n, batch_size, chat, progress)
+        value = remember({"task": task, "length": n}, measure)
+        result.scores[task].append(value["score"])
+        result.prompt_scores[task].append(value["scores"])
+        result.replies.append(value["reply"])
+        if value["answer_positions"] is not None:
+            result.answer_positions.append(value["answer_positions"])
+    return result
 
 
 def ruler_prompts(
@@ -272,89 +248,109 @@ def ruler_prompts(
     chat_template: ChatTemplate = "auto",
     progress: bool = True,
 ) -> RulerPrompts:
-    """The prompts that `ruler` makes of the same arguments: making many long ones takes minutes.
+    """The prompts of `ruler`, with the same arguments. Making many long prompts takes minutes.
 
     Returns:
-        (length, task) -> lm-eval's documents, which JSON can hold.
-
-    Raises:
-        ImportError: lm-eval is not installed.
-        ValueError: an unknown task, or one whose data were not given.
+        (length, task) -> lm-eval's documents, as JSON values.
     """
     require_lm_eval()
-    chosen = chosen_tasks(tasks, haystack=haystack, squad=squad, hotpotqa=hotpotqa)
-    beside = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
+    data = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
+    chosen = chosen_tasks(tasks, **data)
+    frame = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
     cells = [(length, task) for length in lengths for task in chosen]
     return {
-        (n, task): _documents(task, tokenizer, n, beside, samples, haystack, squad, hotpotqa)
+        (n, task): _documents(task, tokenizer, n, frame, samples, data.get(_NEEDS.get(task, "")))
         for n, task in tqdm(cells, desc="RULER prompts", unit="task", disable=not progress)
     }
 
 
-def chosen_tasks(tasks: Sequence[str] | None, *, haystack: object, squad: object, hotpotqa: object) -> list[str]:
-    """Names of the tasks that are measured; arguments as in `ruler`.
-
-    Raises:
-        ValueError: an unknown task, or one whose data were not given or are of another form.
-        OSError: there is no such file.
-    """
-    sources = {"ruler_qa_squad": squad, "ruler_qa_hotpot": hotpotqa, **dict.fromkeys(_NEEDS_TEXT, haystack)}
-    chosen = list(tasks) if tasks is not None else [t for t in TASKS if sources.get(t, "none needed") is not None]
+def chosen_tasks(tasks: Sequence[str] | None, **data: Any) -> list[str]:
+    """Names of the tasks that are measured; `data` are haystack, squad and hotpotqa, as in `ruler`."""
+    chosen = [t for t in TASKS if t not in _NEEDS or data[_NEEDS[t]] is not None] if tasks is None else list(tasks)
     for task in chosen:
         if task not in TASKS:
             raise ValueError(f"unknown RULER task {task!r}. Known: {', '.join(TASKS)}.")
-        if sources.get(task, "none needed") is None:
-            argument = {"ruler_qa_squad": "squad", "ruler_qa_hotpot": "hotpotqa"}.get(task, "haystack")
-            raise ValueError(f"RULER's {task} needs {argument}: give it, or leave the task out.")
-    for task, read, file in (("ruler_qa_squad", _squad, squad), ("ruler_qa_hotpot", _hotpotqa, hotpotqa)):
-        if task in chosen:
-            read(Path(str(file)))  # raises for a file of another form
+        if task in _NEEDS and data[_NEEDS[task]] is None:
+            raise ValueError(f"RULER's {task} needs {_NEEDS[task]}: give it, or leave the task out.")
+        if task in _QA:
+            _QA[task](Path(data[_NEEDS[task]]))  # raises for a file of another form
     return chosen
 
 
 def _documents(
-    task: str,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    beside: int,
-    samples: int,
-    haystack: str | None,
-    squad: str | Path | None,
-    hotpotqa: str | Path | None,
+    task: str, tokenizer: PreTrainedTokenizerBase, length: int, frame: int, samples: int, source: str | Path | None
 ) -> list[dict[str, Any]]:
-    """lm-eval's prompts of one task and length, `beside` tokens of which are put around a prompt."""
-    room = length - beside
-    with _too_short_named(task, length), _generators() as lm_eval:
+    """lm-eval's documents of one task and length, made from `source`; `frame` tokens stand around each prompt."""
+    room = length - frame
+    with _generators(task, length) as lm_eval:
         if task in _NEEDLES:
-            options = _NEEDLES[task]
-            kind = options["type_haystack"]
-            essay = kind == "essay"
+            kind = _NEEDLES[task]["type_haystack"]
+            essay = re.sub(r"\s+", " ", str(source)).split(" ")
             return lm_eval.prepare_niah.generate_samples(
-                re.sub(r"\s+", " ", haystack or "").split(" ") if essay else lm_eval.prepare_niah.get_haystack(kind),
+                essay if kind == "essay" else lm_eval.prepare_niah.get_haystack(kind),
                 max_seq_length=room,
                 template=lm_eval.niah_utils.TEMPLATE,
                 num_samples=samples,
                 TOKENIZER=tokenizer,
-                **options,
+                **_NEEDLES[task],
             )
         if task == "ruler_vt":
             make = lm_eval.vt_utils.sys_vartrack_w_noise_random
             _require_room(task, tokenizer, _VT_EXAMPLE, lm_eval.vt_utils, (5, 1, 4, True), 30)
             (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=_VT_EXAMPLE, incremental=5)
             shown = f"{example['input']} {' '.join(example['outputs'])}\n\n"
-            _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30 + beside, shown)
+            _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30 + frame, shown)
             return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=room, icl_example=example)
         if task == "ruler_cwe":
-            _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, room), 120 + beside)
+            _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, room), 120 + frame)
             return lm_eval.cwe_utils.sys_word_pair_random(num_samples=samples, max_seq_length=room, tokenizer=tokenizer)
         if task == "ruler_fwe":
             empty = lm_eval.fwe_utils.TEMPLATE.format(context="", query="")
-            _require_tokens(task, length, beside + max(_FWE_SHORTEST, len(tokenizer(empty)["input_ids"])))
+            _require_tokens(task, length, frame + max(_FWE_SHORTEST, len(tokenizer(empty)["input_ids"])))
             return lm_eval.fwe_utils.sys_kwext(tokenizer=tokenizer, max_seq_length=room, num_samples=samples)
-        qas, docs = _squad(Path(squad or "")) if task == "ruler_qa_squad" else _hotpotqa(Path(hotpotqa or ""))
+        qas, docs = _QA[task](Path(source or ""))
         return lm_eval.qa_utils.generate_samples(
             tokenizer=tokenizer, docs=docs, qas=qas, max_seq_length=room, num_samples=min(samples, len(qas))
         )
+
+
+@contextmanager
+def _generators(task: str, length: int) -> Iterator[Any]:
+    """lm-eval's generator modules, repeatable and offline inside the block, without their progress bars.
+
+    Sentences are split by punctuation: NLTK's splitter needs a download, and the places of needles do not need a better
+    one. Prompts that do not fit in `length` raise ValueError.
+    """
+    with quiet_import():
+        from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils
+    modules: dict[str, Any] = {
+        m.__name__.rpartition(".")[2]: m for m in (cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils)
+    }
+    split = lru_cache(maxsize=4)(lambda text: re.split(r"(?<=[.!?])\s+", text))
+    replaced = [(m, "tqdm", lambda items, **_: items) for m in modules.values() if hasattr(m, "tqdm")]
+    replaced.append((prepare_niah, "cached_sent_tokenize", split))
+    before = [getattr(m, name) for m, name, _ in replaced]
+    states = random.getstate(), cwe_utils.RNG.getstate()
+    for m, name, value in replaced:
+        setattr(m, name, value)
+    random.seed(_SEED)
+    cwe_utils.RNG.seed(_SEED)
+    try:
+        with redirect_stdout(StringIO()):  # one of them prints its search for a length
+            yield SimpleNamespace(**modules)
+    except ValueError as error:
+        if not str(error).startswith("Could not generate"):
+            raise
+        # lm-eval's error names arguments that users of `ruler` do not have
+        raise ValueError(
+            f"{length} tokens are too few for RULER's {task} with its answer: use a longer length, such as "
+            f"{SHORTEST_LENGTH}, RULER's shortest, or leave the task out."
+        ) from error
+    finally:
+        random.setstate(states[0])
+        cwe_utils.RNG.setstate(states[1])
+        for (m, name, _), value in zip(replaced, before, strict=True):
+            setattr(m, name, value)
 
 
 def _require_room(
@@ -366,35 +362,29 @@ def _require_room(
     more: int,
     shown: str = "",
 ) -> None:
-    """Raise ValueError unless the shortest prompt of a generator fits: where it does not, lm-eval looks for ever.
+    """Raise ValueError unless a generator's shortest prompt fits; otherwise lm-eval would search forever.
 
-    Args:
-        task: its name.
-        tokenizer: of the model.
-        length: tokens that prompt and answer may have.
-        generator: lm-eval's module of the task.
-        least: what it makes its shortest prompt of.
-        more: tokens of an answer, and of what is put around a prompt.
-        shown: an example that stands before the prompt.
+    `least` are the arguments of its shortest prompt, `more` the tokens of the answer and around the prompt, and `shown`
+    is an example before the prompt.
     """
-    drawn, drawn_words = random.getstate(), getattr(generator, "RNG", random).getstate()
+    rng = getattr(generator, "RNG", random)
+    states = random.getstate(), rng.getstate()
     parts = generator.generate_input_output(*least)
-    getattr(generator, "RNG", random).setstate(drawn_words)
-    random.setstate(drawn)  # lm-eval draws the same prompt first
+    rng.setstate(states[1])
+    random.setstate(states[0])  # so that lm-eval's own first draw is the same
     prompt = "\n".join([*parts[:-1], " ".join(map(str, parts[-1]))])
-    needed = more + sum(len(tokenizer(text)["input_ids"]) for text in (prompt, shown) if text)
-    _require_tokens(task, length, needed)
+    _require_tokens(task, length, more + sum(len(tokenizer(text)["input_ids"]) for text in (prompt, shown) if text))
 
 
 def _require_tokens(task: str, length: int, needed: int) -> None:
     if needed > length:
         raise ValueError(
-            f"{length} tokens are too few for RULER's {task}, which takes {needed} with its answer: use "
-            "a longer length, or leave the task out."
+            f"{length} tokens are too few for RULER's {task}, which takes {needed} with its answer: use a longer "
+            "length, or leave the task out."
         )
 
 
-def _score(
+def _measure(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     task: str,
@@ -402,7 +392,9 @@ def _score(
     length: int,
     batch_size: int | None,
     chat: bool,
-) -> tuple[float, list[dict[str, Any]]]:
+    progress: bool,
+) -> dict[str, Any]:
+    """The stored result of one task and length."""
     with quiet():
         from lm_eval.tasks.ruler import common_utils
 
@@ -411,125 +403,85 @@ def _score(
         def score(doc: dict[str, Any], replies: list[str]) -> dict[str, float]:
             return {"score": metric(common_utils.postprocess_pred(replies), [doc["outputs"]])}
 
-        # one metric: lm-eval's own tasks report every length in a fixed list, -1 where nothing was measured
-        ours = [{"metric": "score", "aggregation": "mean", "higher_is_better": True}]
         new_tokens = {"ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}.get(task, 32 if "qa" in task else 128)
-        generation = {"do_sample": False, "temperature": 0.0, "max_gen_toks": new_tokens, "until": []}
         loaded = local_task(
-            task, documents, "test", process_results=score, metric_list=ours, generation_kwargs=generation
+            task,
+            documents,
+            "test",
+            process_results=score,
+            # lm-eval's tasks have a metric for each of a fixed list of lengths, -1 where nothing was measured
+            metric_list=[{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
+            generation_kwargs={"do_sample": False, "temperature": 0.0, "max_gen_toks": new_tokens, "until": []},
         )
-    metrics, logged = evaluate(
-        model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens, chat=chat, greedy=True
-    )
-    return float(metrics["score,none"]), logged
-
-
-def _example(task: str, length: int, logged: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first sample that was asked."""
-    sample = min(logged, key=lambda s: s["doc_id"])
+    with token_bar(model, length * len(documents), f"{task} at {length}", show=progress):
+        metrics, logged = evaluate(
+            model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens, chat=chat, greedy=True
+        )
+    curve = None
+    if task == "niah_multikey_2":
+        places = [s["doc"]["input"].index(s["doc"]["outputs"][0]) / len(s["doc"]["input"]) for s in logged]
+        scores = [s["score"] for s in logged]
+        grid = RetrievalGrid(task, [length], [0.5], [scores], len(scores), places, scores)
+        curve = accuracy_by_answer_position(grid).curves[0]
+    first = min(logged, key=lambda s: s["doc_id"])
     return {
-        "task": task,
-        "length": length,
-        "question": sample["doc"]["input"][-_SHOWN:],
-        "expected": ", ".join(map(str, sample["doc"]["outputs"])),
-        "reply": sample["resps"][0][0],
-        "score": float(sample["score"]),
+        "score": metrics["score"],
+        "answer_positions": curve,
+        "scores": sample_scores(logged, "score"),
+        "reply": {
+            "task": task,
+            "length": length,
+            "question": first["doc"]["input"][-_SHOWN:],
+            "expected": ", ".join(map(str, first["doc"]["outputs"])),
+            "reply": first["resps"][0][0],
+            "score": float(first["score"]),
+        },
     }
 
 
-def _by_position(logged: list[dict[str, Any]], length: int) -> dict[str, Any]:
-    places = [s["doc"]["input"].index(s["doc"]["outputs"][0]) / len(s["doc"]["input"]) for s in logged]
-    scores = [s["score"] for s in logged]
-    grid = RetrievalGrid("niah_multikey_2", [length], [0.5], [scores], len(scores), places, scores)
-    return accuracy_by_answer_position(grid).curves[0]
-
-
 def _squad(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Questions and paragraphs as lm-eval's generator takes them, from SQuAD's own JSON or from JSON lines."""
+    """Questions and paragraphs for lm-eval's generator, from SQuAD's JSON file or from JSON lines."""
     paragraphs = read_squad(file)
     docs = sorted({p.text for p in paragraphs})
-    place = {c: i for i, c in enumerate(docs)}
-    titles: dict[str, list[int]] = {}
+    index = {text: i for i, text in enumerate(docs)}
+    by_title: dict[str, list[int]] = {}
     for p in paragraphs:
-        titles.setdefault(p.title, []).append(place[p.text])
-    qas = []
+        by_title.setdefault(p.title, []).append(index[p.text])
+    questions = []
     for p in paragraphs:
-        paragraph = place[p.text]
+        more = [i for i in by_title[p.title] if i != index[p.text]]
         for question, answers in p.questions:
-            more = [i for i in titles[p.title] if i != paragraph]
-            qas.append({"query": question, "outputs": answers, "context": [paragraph], "more_context": more})
-    if not qas:
+            questions.append({"query": question, "outputs": answers, "context": [index[p.text]], "more_context": more})
+    if not questions:
         raise ValueError(f"{file} has no question with an answer.")
-    return qas, docs
+    return questions, docs
 
 
 def _hotpotqa(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Questions and paragraphs as lm-eval's generator takes them, from HotpotQA's own JSON or from JSON lines."""
+    """Questions and paragraphs for lm-eval's generator, from HotpotQA's JSON file or from JSON lines."""
 
     def texts(item: dict[str, Any]) -> list[str]:
         return [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
 
-    with of_form(file, "HotpotQA's own JSON file, or JSON lines with question, answer and context"):
+    with readable(file, "HotpotQA's own JSON file, or JSON lines with question, answer and context"):
         items: list[Any] = (
             list(read_json_lines(file)) if is_json_lines(file) else read_json(file.read_text(encoding="utf-8"))
         )
         docs = sorted({text for item in items for text in texts(item)})
-        place = {text: i for i, text in enumerate(docs)}
+        index = {text: i for i, text in enumerate(docs)}
         questions = [
-            {"query": i["question"], "outputs": [i["answer"]], "context": [place[t] for t in texts(i)]} for i in items
+            {"query": i["question"], "outputs": [i["answer"]], "context": [index[t] for t in texts(i)]} for i in items
         ]
     if not questions:
         raise ValueError(f"{file} has no questions.")
     return questions, docs
 
 
-@contextmanager
-def _too_short_named(task: str, length: int) -> Iterator[None]:
-    """lm-eval's error of a length that is too short, which names arguments that are not ours, as one of ours."""
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith("Could not generate"):
-            raise
-        raise ValueError(
-            f"{length} tokens are too few for RULER's {task} with its answer: use a longer length, such as "
-            f"{SHORTEST_LENGTH}, at which RULER begins, or leave the task out."
-        ) from error
+_QA = {"ruler_qa_squad": _squad, "ruler_qa_hotpot": _hotpotqa}
 
 
-@contextmanager
-def _generators() -> Iterator[Any]:
-    """lm-eval's generator modules, made repeatable and offline; everything is put back.
-
-    Sentences are split by punctuation, since NLTK's splitter needs a download and places of needles need no better one.
-    Bars of each task and length give way to ours over all.
-    """
-    with quiet_import():
-        from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils
-    modules: dict[str, Any] = {
-        m.__name__.rpartition(".")[2]: m for m in (cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils)
-    }
-    split = lru_cache(maxsize=4)(lambda text: re.split(r"(?<=[.!?])\s+", text))
-    replaced = [(m, "tqdm", lambda items, **_: items) for m in modules.values() if hasattr(m, "tqdm")]
-    replaced.append((prepare_niah, "cached_sent_tokenize", split))
-    before = [getattr(m, name) for m, name, _ in replaced]
-    drawn, drawn_words = random.getstate(), cwe_utils.RNG.getstate()
-    for m, name, value in replaced:
-        setattr(m, name, value)
-    random.seed(_SEED)
-    cwe_utils.RNG.seed(_SEED)
-    try:
-        with redirect_stdout(StringIO()):  # one of them prints how it searches
-            yield SimpleNamespace(**modules)
-    finally:
-        random.setstate(drawn)
-        cwe_utils.RNG.setstate(drawn_words)
-        for (m, name, _), value in zip(replaced, before, strict=True):
-            setattr(m, name, value)
-
-
-def _data(plan: "EvalPlan", texts: list[str]) -> dict[str, Any]:
-    """What of a plan RULER's prompts are made of."""
+def _prompt_options(plan: "EvalPlan", texts: list[str]) -> dict[str, Any]:
+    """The arguments of `ruler` and `ruler_prompts` that choose prompts."""
     return {
         "tasks": plan.ruler_tasks,
         "haystack": "\n".join(texts),
@@ -548,13 +500,13 @@ def _measured(job: Job) -> Ruler:
         samples=plan.ruler_samples,
         batch_size=plan.batch_size,
         remember=job.remember,
-        **_data(plan, job.texts),
+        **_prompt_options(plan, job.texts),
     )
 
 
 def _check(plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
     shortest = min(plan.ruler_lengths or plan.lengths, default=0)
-    ruler_prompts(tokenizer, [shortest], samples=1, progress=False, **_data(plan, texts))
+    ruler_prompts(tokenizer, [shortest], samples=1, progress=False, **_prompt_options(plan, texts))
 
 
 RULER = Measure(

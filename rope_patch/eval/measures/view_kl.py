@@ -1,38 +1,36 @@
-"""How much a model's predictions change when the end of a row is moved away: brittleness without labels."""
+"""View KL: how much a model's predictions change when the end of a row moves to later positions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
 
 from ...patch import rope_view
 from ...views import Skip
+from ..results.figures import Figure, line_figure
 from ..results.progress import token_bar
 from ..results.result import Result
 from .base import Job, Measure
 from .subject import Subject
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Direction = Literal["reverse", "forward"]
 
-_CHUNK = 512  # tokens whose log-probabilities are held at once
+_CHUNK = 512  # tokens whose log-probabilities are in memory at once
 
 
 @dataclass(frozen=True)
 class ViewKL(Result):
-    """KL between the predictions under a skip and those under standard positions.
+    """KL between the predictions with a skip and those at standard positions.
 
     Args:
         direction: "reverse", KL(skip, standard), or "forward", KL(standard, skip).
         seq_len: tokens in a row.
-        split: token index from which on positions are moved.
-        skips: by how many positions.
-        kl: for each skip, the mean over the moved tokens, in nats per token.
-        n_rows: rows that the means are over.
+        split: index of the first moved token.
+        skips: [n_skips], positions by which the tokens move.
+        kl: [n_skips], mean over the moved tokens, in nats per token.
+        n_rows: number of rows in the means.
     """
 
     title: ClassVar[str] = "View KL by skip length"
@@ -52,30 +50,24 @@ class ViewKL(Result):
         return [{"skip": y, "kl": kl} for y, kl in zip(self.skips, self.kl, strict=True)]
 
     @classmethod
-    def figure(cls, results: Mapping[str, Self]) -> "Figure":
-        from ..results.figures import add_legend, new_figure
-
-        figure, (axes,) = new_figure()
-        for label, result in results.items():
-            axes.plot(result.skips, result.kl, marker="o", markersize=4, label=label, linewidth=1.8)
+    def figure(cls, results: Mapping[str, Self]) -> Figure:
         first = next(iter(results.values()))
         arguments = "skip, standard" if first.direction == "reverse" else "standard, skip"
-        axes.set(
-            title=f"tokens from {first.split} of {first.seq_len} on moved away by the skip",
+        figure, axes = line_figure(
+            {label: (result.skips, result.kl) for label, result in results.items()},
+            marker="o",
+            title=f"tokens {first.split} to {first.seq_len - 1} moved by the skip",
             xlabel="skip (positions)",
             ylabel=f"KL({arguments}) (nats per token)",
         )
         axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        add_legend(figure, axes)
         return figure
 
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
-        said = [f"{label}: {r.kl[-1]:.3f} nats per token at a skip of {r.skips[-1]}." for label, r in results.items()]
         return [
-            *said,
-            "Zero: predictions do not change when the end of the text is moved that far. No labels are needed.",
+            *(f"{label}: {r.kl[-1]:.3f} nats per token at a skip of {r.skips[-1]}." for label, r in results.items()),
+            "Zero means that predictions do not change when the end of the text moves that far.",
         ]
 
 
@@ -88,20 +80,20 @@ def view_kl(
     direction: Direction = "reverse",
     progress: bool = True,
 ) -> ViewKL:
-    """KL of next-token predictions between `Skip(split, skip)` and standard positions, over tokens split..n-1.
+    """KL between next-token predictions under `Skip(split, skip)` and at standard positions, over tokens split..n-1.
 
     Args:
         model: a causal LM, patched or not.
-        rows: token ids, int64 [n_rows, n], each beginning as the tokenizer begins a text.
+        rows: token ids, int64 [n_rows, n]; each row begins with the tokens that the tokenizer puts before a text.
         skips: positions to skip, each at least 0.
-        split: first moved token, 0 < split < n; None means n // 2.
+        split: index of the first moved token, 0 < split < n; None means n // 2.
         direction: "reverse", as RPSD trains it, or "forward".
         progress: whether to show a bar.
 
     Raises:
         ValueError: an unknown direction.
 
-    Source: RPSD, arXiv:2604.14339, its KL between views, here as a measurement.
+    Source: RPSD, arXiv:2604.14339, whose loss is this KL.
     """
     subject = Subject(model)
     subject.check_rows(rows)
@@ -109,19 +101,17 @@ def view_kl(
     if direction not in ("reverse", "forward"):
         raise ValueError(f"direction must be 'reverse' or 'forward', got {direction!r}.")
     totals = torch.zeros(len(skips), dtype=torch.float64)
-    with (
-        subject.evaluating(),
-        token_bar(model, rows.numel() * (1 + len(skips)), "view KL", show=progress) as done,
-    ):
+    n_reads = 1 + len(skips)
+    with subject.evaluating(), token_bar(model, rows.numel() * n_reads, "view KL", show=progress) as done:
         for n, row in enumerate(rows):
             ids = row[None].to(subject.device)
-            with rope_view(model, "standard"):  # also of a model whose view is always in force
-                standard = subject.hidden(ids)[0, split:]
+            with rope_view(model, "standard"):  # the model may have a view that is always active
+                standard = subject.hidden(ids)[0, split:]  # [n - split, hidden]
             for k, skip in enumerate(skips):
                 with rope_view(model, Skip(split=split, skip=skip) if skip else "standard"):
                     moved = subject.hidden(ids)[0, split:]
                 totals[k] += _mean_kl(subject, moved, standard, direction) / len(rows)
-                done((n * (1 + len(skips)) + k + 2) * rows.shape[1])
+                done((n * n_reads + k + 2) * rows.shape[1])
     return ViewKL(direction, rows.shape[1], split, list(skips), totals.tolist(), len(rows))
 
 
@@ -136,7 +126,7 @@ def _mean_kl(subject: Subject, moved: torch.Tensor, standard: torch.Tensor, dire
 
 
 def _measured(job: Job) -> ViewKL:
-    """Of rows within the window, by skips of 0 and of powers of two up to the longest row."""
+    """Rows within the window, and skips of 0 and of powers of two up to the length of a row."""
     length = job.plan.length
     rows = job.rows[:, : min(2048, (job.window or length) // 2, length)]
     return view_kl(job.model, rows, [0, *(2**k for k in range(6, 30) if 2**k <= length)])
@@ -146,7 +136,7 @@ VIEW_KL = Measure(
     name="view-kl",
     result=ViewKL,
     run=_measured,
-    help="how much the predictions change when the second half of a text is moved to later positions",
+    help="how much the predictions change when the second half of a text moves to later positions",
     by_default=True,
     reads_rows=True,
     settings=("window",),

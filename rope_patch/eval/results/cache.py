@@ -1,4 +1,4 @@
-"""Results kept on disk, so that an interrupted evaluation goes on where it stopped."""
+"""Results stored on disk, so that an interrupted evaluation continues where it stopped."""
 
 import hashlib
 import json
@@ -16,42 +16,41 @@ from ...rope.rotary import find_causal_lm, is_recomputed, named_rotary_modules
 from .progress import tell
 
 _CHUNK = 1 << 24  # values hashed at once
-_LAYOUT = 7  # of what measures keep; another number where an earlier value could not be read, or is another figure
+_LAYOUT = 7  # part of every key: raise it when stored values change their form or meaning
 
 
 def model_hash(model: nn.Module) -> str:
-    """SHA-256 over weights, buffers (RoPE frequencies among them), config and what is not in these; any bit counts.
+    """SHA-256 over all that determines a model's answers; every bit counts.
 
-    What is not in these: scales of adapters and which are active, tokens that end an answer, and STRING's positions.
-
-    Each tensor is reduced on its own device to two sums of its mixed bits times odd numbers, modulo 2**64, so that a
-    model on a GPU is hashed at the speed of its memory and never copied. RoPE frequencies that a forward picks by the
-    length of its row are left out: those that it picks from count.
+    That is weights, buffers (with the RoPE frequencies), config, scales and state of adapters, end tokens, and STRING's
+    positions. Each tensor is reduced on its own device to two sums of its mixed bits times odd numbers, modulo 2**64,
+    so a model on a GPU is hashed at the speed of its memory and never copied. Frequencies that a forward pass derives
+    from the length of its row are left out, because the ones that they are derived from are hashed.
     """
     digest = hashlib.sha256(json.dumps(find_causal_lm(model).config.to_dict(), sort_keys=True, default=str).encode())
-    picked = {
+    recomputed = {
         id(buffer)
         for _, module in named_rotary_modules(model)
         for name, buffer in module.named_buffers(recurse=False)
         if is_recomputed(module, name)
     }
-    tensors = {name: t for name, t in (*model.named_parameters(), *model.named_buffers()) if id(t) not in picked}
+    tensors = {name: t for name, t in (*model.named_parameters(), *model.named_buffers()) if id(t) not in recomputed}
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(f"{_bit_sums(tensor)}".encode())
-    beside = _beside(model)
-    if beside:
-        digest.update(json.dumps(beside, sort_keys=True, default=str).encode())
+    extra = _hidden_state(model)
+    if extra:
+        digest.update(json.dumps(extra, sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
 
-def _beside(model: nn.Module) -> list[Any]:
-    """What changes a model's answers and is neither a tensor nor in its config; empty of most models."""
+def _hidden_state(model: nn.Module) -> list[Any]:
+    """State that changes a model's answers and is neither a tensor nor in its config; empty for most models."""
     causal_lm: Any = find_causal_lm(model)
     found: list[Any] = []
     for name, module in model.named_modules():
-        scaling = getattr(module, "scaling", None)  # of a PEFT layer a dictionary, of attention a number
+        scaling = getattr(module, "scaling", None)  # a dictionary in PEFT layers, a number in attention layers
         if isinstance(scaling, dict):
             found.append([name, scaling, getattr(module, "active_adapters", None), getattr(module, "merged", None)])
             found.append(getattr(module, "disable_adapters", None))
@@ -77,11 +76,7 @@ def data_hash(*data: Any) -> str:
 
 
 def files_hash(path: str | Path) -> str:
-    """SHA-256 over the names and contents of a file, or of the files in a folder.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder.
-    """
+    """SHA-256 over the names and contents of a file, or of the files in a folder; FileNotFoundError without it."""
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(f"there is no file or folder {root}.")
@@ -94,66 +89,62 @@ def files_hash(path: str | Path) -> str:
 
 
 Remember = Callable[[dict[str, Any], Callable[[], dict[str, Any]]], dict[str, Any]]
-"""(what the value depends on, how to measure it) -> the value, now or from an earlier run."""
+"""(key, function that measures the value) -> the value, stored by an earlier run or measured now."""
 
 
 def afresh(key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A `Remember` without memory."""
+    """A `Remember` that stores nothing."""
     return make()
 
 
 class ResultCache:
-    """JSON values by key in a folder; each is written whole or not at all.
+    """JSON values by key, one file each. A file is written whole or not at all.
 
     Args:
-        folder: where they are; made when first written to.
+        folder: folder of the files; it is made with the first of them.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def get(self, key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The value stored for `key`, or that of `make()`, which is stored; one that is damaged is measured again.
+        """The value stored for `key`; if there is none, or its file is damaged, `make()` measures and stores it.
 
         Args:
-            key: everything that the value depends on; versions of rope-patch, Transformers and lm-eval are added.
-            make: measures it.
+            key: everything that the value depends on, apart from the versions of Transformers and lm-eval.
+            make: measures the value.
         """
-        key = _whole(key)
-        file = self._file(key)
-        kept = self._kept(key)
-        if kept is not None:
-            return kept
+        file, key, stored = self._lookup(key)
+        if stored is not None:
+            return stored
         if file.is_file():
-            tell(f"{file} is damaged, and is measured again.")
+            tell(f"{file} is damaged. Its result is measured again.")
         value = make()
         self.folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(file) as beside:
-            beside.write_text(json.dumps({"key": key, "value": value}), encoding="utf-8")
+        with whole_file(file) as temporary:
+            temporary.write_text(json.dumps({"key": key, "value": value}), encoding="utf-8")
         return value
 
     def has(self, key: dict[str, Any]) -> bool:
-        """Whether a value is stored for `key`, as `get` takes it."""
-        return self._kept(_whole(key)) is not None
+        """Whether a value is stored for `key`."""
+        return self._lookup(key)[2] is not None
 
-    def _kept(self, key: dict[str, Any]) -> dict[str, Any] | None:
-        """The value that is stored for exactly this key; None without one, or where its file is damaged."""
+    def _lookup(self, key: dict[str, Any]) -> tuple[Path, dict[str, Any], dict[str, Any] | None]:
+        """File, key with versions, and value; the value is None if the file is missing, damaged or of another key."""
+        key = {**key, "layout": _LAYOUT, **installed_versions("transformers", "lm_eval")}
+        file = self.folder / f"{data_hash(key)}.json"
         try:
-            kept = json.loads(self._file(key).read_text(encoding="utf-8"))
-            return kept["value"] if kept["key"] == json.loads(json.dumps(key)) else None
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            return file, key, stored["value"] if stored["key"] == json.loads(json.dumps(key)) else None
         except (FileNotFoundError, ValueError, LookupError, TypeError):
-            return None
-
-    def _file(self, key: dict[str, Any]) -> Path:
-        return self.folder / f"{data_hash(key)}.json"
-
-
-def _whole(key: dict[str, Any]) -> dict[str, Any]:
-    return {**key, "layout": _LAYOUT, **installed_versions("transformers", "lm_eval")}
+            return file, key, None
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Other words for other words: the highest bit of one, a sign, would count 2**63 in any sum, twice nothing."""
+    """Mix the bits of each int64 word, one to one.
+
+    Unmixed, the sign bits of two words would cancel in a sum modulo 2**64, because each is worth 2**63.
+    """
     for odd in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
         words = words * odd
         words = words ^ (words >> 32)
@@ -169,7 +160,7 @@ def _bit_sums(tensor: torch.Tensor) -> list[int]:
         part = _mixed(words[first : first + _CHUNK].to(torch.int64))
         index = torch.arange(first, first + part.numel(), device=part.device)
         for k, odd in enumerate((0x9E3779B97F4A7C15 - (1 << 64), 0x27D4EB2F165667C5)):
-            # wraps modulo 2**64; the weight of every place is odd, so one changed word always changes the sum
+            # int64 wraps modulo 2**64; all weights are odd, so a change of one word always changes the sum
             weight = (index * odd) | 1
             sums[k] = (sums[k] + int((part * weight).sum().item())) & ((1 << 64) - 1)
     return sums

@@ -1,25 +1,27 @@
-"""How figures look here: one place for size, colours, legend and file formats. Needs matplotlib."""
+"""The style of all figures: size, colours, legend and file formats. Drawing needs matplotlib, importing does not."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    import matplotlib.figure
 
-WIDTH, HEIGHT = 8.0, 4.5  # inches; at 150 dots an inch 1200 x 675
-# Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is left out, as white paper hides it
+Figure: TypeAlias = "matplotlib.figure.Figure"
+
+WIDTH, HEIGHT = 8.0, 4.5  # inches: 1200 x 675 pixels at 150 dots an inch
+# the palette of Okabe and Ito, which colour-blind readers can tell apart, without the yellow that white paper hides
 COLORS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
-# for readers without any colour: every curve has dashes of its own, every bar a pattern
+# for print without colour: no two curves have the same dashes, and no two bars the same pattern
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 2)))
 HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--")
-# from dark to light, also in grey; no red beside green
+# goes from dark to light, also in grey
 SHADES = "viridis"
 _ENDINGS = (".png", ".svg")
 
 
 def require_matplotlib() -> None:
-    """Raise ImportError with the extra to install unless matplotlib is there."""
+    """Raise ImportError, which names the extra to install, if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -28,14 +30,14 @@ def require_matplotlib() -> None:
 
 def new_figure(
     columns: int = 1, height: float = HEIGHT, *, share_y: bool = True, row_heights: Sequence[float] = (1,)
-) -> "tuple[Figure, list[Any]]":
-    """An empty figure and its axes, row by row. Never touches pyplot, so no window and no global state.
+) -> tuple[Figure, list[Any]]:
+    """An empty figure and its axes, row by row. It uses no pyplot, so it opens no window and has no global state.
 
     Args:
-        columns: axes side by side.
-        height: of the figure, in inches.
-        share_y: whether the axes of a row have one scale.
-        row_heights: of the rows, to each other.
+        columns: number of axes side by side.
+        height: height of the figure, in inches.
+        share_y: whether the axes of a row share their scale.
+        row_heights: relative heights of the rows.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -55,27 +57,27 @@ def new_figure(
 
 
 def ink_on(value: float) -> str:
-    """The colour of text on the shade of a value from 0, dark, to 1, light."""
+    """A colour of text that is readable on the shade of `value`, where 0 is dark and 1 is light."""
     return "black" if value > 0.6 else "white"
 
 
-def add_legend(figure: "Figure", axes: Any, columns: int = 5) -> None:
-    """The legend below the axes: inside, it would hide one curve or another."""
+def add_legend(figure: Figure, axes: Any, columns: int = 5) -> None:
+    """Put the legend below the axes, where it hides no curve."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), frameon=False)
 
 
 def mark_window(axes: Any, window: int) -> None:
-    """A dashed line where the trained window ends, named above the axes, where no curve is."""
+    """Draw a dashed line where the trained window ends, with its label above the axes."""
     axes.axvline(window, color="0.4", linestyle="--", linewidth=1)
-    above = axes.secondary_xaxis("top")  # a title moves up for its label
+    above = axes.secondary_xaxis("top")  # unlike free text, its tick label moves the title up
     above.set_xticks([window], [f"window: {window}"])
     above.set_xticks([], minor=True)
     above.tick_params(length=0, pad=1, labelcolor="0.4")
 
 
 def draw_bars(axes: Any, groups: Sequence[str], series: Mapping[str, Iterable[float]]) -> None:
-    """Bars side by side: one group a name in `groups`, one colour a label in `series`."""
+    """Draw bars side by side: one group for each name in `groups`, one colour for each label in `series`."""
     width = 0.8 / max(len(series), 1)
     for k, (label, values) in enumerate(series.items()):
         places = [i - 0.4 + width * (k + 0.5) for i in range(len(groups))]
@@ -85,21 +87,49 @@ def draw_bars(axes: Any, groups: Sequence[str], series: Mapping[str, Iterable[fl
     axes.grid(axis="y", alpha=0.25)
 
 
+def line_figure(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, marker: str | None = None, **labels: Any
+) -> tuple[Figure, Any]:
+    """One axes with a curve for each label.
+
+    Args:
+        curves: label -> (x, y).
+        marker: matplotlib's name of the marker at each point.
+        **labels: title, xlabel, ylabel and other properties of the axes.
+    """
+    figure, (axes,) = new_figure()
+    for label, (x, y) in curves.items():
+        axes.plot(x, y, label=label, linewidth=1.8, marker=marker, markersize=4)
+    axes.set(**labels)
+    axes.grid(alpha=0.25)
+    add_legend(figure, axes)
+    return figure, axes
+
+
+def score_figure(groups: Sequence[str], scores: Mapping[str, Iterable[float]], **labels: Any) -> Figure:
+    """One axes with bars from 0 to 1; arguments as in `draw_bars` and `line_figure`."""
+    figure, (axes,) = new_figure()
+    draw_bars(axes, groups, scores)
+    axes.set(**labels, ylim=(0, 1))
+    add_legend(figure, axes)
+    return figure
+
+
 def drawn_label(label: str) -> str:
-    """A label as matplotlib shows it: dollar signs would begin a formula, and a leading _ keep it out of legends."""
+    """`label` escaped for matplotlib: a dollar sign would begin a formula, and legends leave out a leading _."""
     shown = label.replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def compact(tokens: int) -> str:
-    """A token count as people write it: 512, 8K, 32K, 1.5K."""
+    """A token count in short form: 512, 8K, 32K, 1.5K."""
     return f"{tokens / 1024:g}K" if tokens >= 1024 and tokens % 512 == 0 else str(tokens)
 
 
-def save_figure(figure: "Figure", path: str | Path) -> list[Path]:
-    """Write `path` with the endings .png (150 dots an inch) and .svg (same bytes for the same figure).
+def save_figure(figure: Figure, path: str | Path) -> list[Path]:
+    """Write `path`.png (150 dots an inch) and `path`.svg (same bytes for the same figure).
 
-    Either ending may be in `path` already; what else stands behind a dot is part of the name.
+    `path` may already have either ending; any other text after a dot is part of the name.
     """
     path = Path(path)
     if path.suffix in _ENDINGS:

@@ -1,4 +1,4 @@
-"""Figures that are no numbers, in JSON, which has no NaN and no infinity."""
+"""NaN and infinity as JSON's null, and back."""
 
 import math
 from types import NoneType
@@ -6,9 +6,9 @@ from typing import Any, get_args
 
 
 def json_values(value: Any) -> Any:
-    """The same lists and dictionaries with None, JSON's null, in place of floats that are NaN or infinite.
+    """Replace NaN and infinite floats by None, in nested lists and dictionaries.
 
-    Strict parsers refuse the `NaN` that Python writes.
+    JSON has neither, and strict parsers refuse the `NaN` that Python's json module writes.
     """
     if isinstance(value, dict):
         return {key: json_values(one) for key, one in value.items()}
@@ -18,7 +18,7 @@ def json_values(value: Any) -> Any:
 
 
 def with_nan(value: Any) -> Any:
-    """The same lists and dictionaries with NaN in place of None: what `json_values` made, where all are numbers."""
+    """Replace None by NaN: the inverse of `json_values` for values that are all numbers."""
     if isinstance(value, dict):
         return {key: with_nan(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -26,7 +26,7 @@ def with_nan(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-def is_of_floats(hint: Any) -> bool:
-    """Whether a type is float, or lists or dictionaries of floats, none of which may be None."""
+def holds_floats(hint: Any) -> bool:
+    """Whether a type is float, or nested lists or dictionaries of floats without `None`."""
     parts = get_args(hint)
-    return hint is float or (NoneType not in parts and any(is_of_floats(part) for part in parts))
+    return hint is float or (NoneType not in parts and any(holds_floats(part) for part in parts))

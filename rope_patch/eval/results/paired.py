@@ -1,13 +1,13 @@
-"""Two models on the same prompts or rows: how far their difference can be chance."""
+"""Statistics of two models on the same prompts or rows."""
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist, fmean
+from statistics import NormalDist
 
 import torch
 
 CONFIDENCE = 0.95
-# fewer pairs that differ could all fall on one side by chance: 2 / 2**5 is above 0.05
+# fewer differing pairs could all favour one model by chance: 2 / 2**5 is above 0.05
 MIN_DIFFERENT = 6
 _DRAWS = 10_000
 _VALUES_AT_ONCE = 1 << 22
@@ -21,41 +21,39 @@ def paired_interval(
     seed: int = 0,
     bounds: tuple[float, float] | None = None,
 ) -> tuple[float, float]:
-    """Bootstrap interval of the mean of paired differences: quantiles of the means of resampled pairs.
+    """Bootstrap interval of the mean of paired differences, from quantiles of the means of resampled pairs.
 
-    The quantiles lie further out than (1 -+ confidence) / 2, by Student's t and the n - 1 of a variance: with few pairs
-    the plain percentile interval is too narrow.
+    The quantiles lie further out than (1 -+ confidence) / 2, by Student's t and the n - 1 of a variance, because the
+    plain percentile interval is too narrow for few pairs.
 
-    Where all n pairs differ alike, by d, resamples do too, and say nothing of pairs that were not drawn. Of those there
-    may be a share p with p = 1 - ((1 - confidence) / 2)^(1/n), and with `bounds` the interval reaches from
-    d + p (bounds[0] - d) to d + p (bounds[1] - d).
+    If all n differences equal d, every resample equals d too and shows nothing about unseen pairs. Their share may be
+    up to p = 1 - ((1 - confidence) / 2)^(1/n), so with `bounds` the interval reaches from d + p (bounds[0] - d) to d +
+    p (bounds[1] - d).
 
     Args:
-        differences: [n], of the two models' scores on each prompt, n >= 2.
-        confidence: how often such intervals hold the true mean.
-        draws: resamples.
-        seed: of the resampling, so that a report gives the same interval again.
-        bounds: the least and the largest difference that a pair can have, (-1, 1) of right and wrong answers; None
-            where there are none, as of losses.
+        differences: [n], differences of the two models' scores on each prompt, n >= 2.
+        confidence: share of such intervals that hold the true mean.
+        draws: number of resamples.
+        seed: seed of the resampling, so that a report can be repeated.
+        bounds: least and largest possible difference, (-1, 1) for right and wrong answers; None if there are none, as
+            for losses.
 
     Returns:
-        Its low and high end.
+        Low and high end.
 
     Source: Efron, 1979 (bootstrap); Hesterberg, What Teachers Should Know About the Bootstrap, arXiv:1411.5279,
-    expanded percentile interval; Clopper and Pearson, 1934, for pairs that differ alike.
+    expanded percentile interval; Clopper and Pearson, 1934, for equal differences.
     """
     n = len(differences)
-    if bounds is not None:
-        least, largest = bounds
-        if min(differences) == max(differences):
-            unseen = 1 - ((1 - confidence) / 2) ** (1 / n)
-            alike = differences[0]
-            return alike + unseen * (least - alike), alike + unseen * (largest - alike)
+    if bounds is not None and min(differences) == max(differences):
+        d, unseen = differences[0], 1 - ((1 - confidence) / 2) ** (1 / n)
+        return d + unseen * (bounds[0] - d), d + unseen * (bounds[1] - d)
     values = torch.tensor(differences, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     at_once = max(_VALUES_AT_ONCE // n, 1)
     means = torch.cat(
         [
+            # [resamples, n] -> [resamples]
             values[torch.randint(n, (min(at_once, draws - first), n), generator=generator)].mean(1)
             for first in range(0, draws, at_once)
         ]
@@ -67,23 +65,18 @@ def paired_interval(
 
 
 def mcnemar(first: Sequence[float], second: Sequence[float]) -> float:
-    """Exact two-sided p of McNemar's test: that one of two models is right more often where the two disagree.
+    """Exact two-sided p of McNemar's test, for two models that are right or wrong on the same prompts.
 
-    p = min(1, 2 sum_{k <= min(b, c)} C(b + c, k) / 2^(b + c)), with b prompts that only the first model answers right
-    and c that only the second does.
+    p = min(1, 2 sum_{k <= min(b, c)} C(b + c, k) / 2^(b + c)), where only the first model is right on b prompts and
+    only the second on c.
 
     Args:
-        first: [n], 0 or 1, of one model.
-        second: [n], of the other on the same prompts.
+        first: [n], 0 or 1, scores of one model.
+        second: [n], 0 or 1, scores of the other.
     """
     b = sum(x > y for x, y in zip(first, second, strict=True))
     c = sum(x < y for x, y in zip(first, second, strict=True))
     return min(1.0, 2 * sum(math.comb(b + c, k) for k in range(min(b, c) + 1)) / 2 ** (b + c))
-
-
-def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """Mean of second - first over pairs."""
-    return fmean(y - x for x, y in zip(first, second, strict=True))
 
 
 def student_t(probability: float, freedom: int) -> float:
@@ -92,7 +85,7 @@ def student_t(probability: float, freedom: int) -> float:
     The expansion is exact to 1 % up to a `probability` of 0.975.
 
     Args:
-        probability: that t is below the quantile, in (0, 1).
+        probability: probability that t is below the quantile, in (0, 1).
         freedom: degrees of freedom, at least 1.
 
     Source: Abramowitz and Stegun, 26.7.3, 26.7.4 (solved for t) and 26.7.5.

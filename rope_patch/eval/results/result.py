@@ -1,30 +1,29 @@
-"""What every measurement returns: a small typed value that can be stored, drawn, compared and read out."""
+"""The base class of all results: a small dataclass that can be stored, drawn, compared and put into words."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
-from .json_values import is_of_floats, json_values, with_nan
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .figures import Figure, drawn_label, save_figure
+from .json_values import holds_floats, json_values, with_nan
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """What two models scored on the same prompts, or lost on the same rows, at one length: a cell of a comparison.
+    """Scores, or losses, of two models on the same prompts or rows at one length: one cell of a comparison.
 
     Args:
-        first: [n], of the model that the other one is compared with.
-        second: [n], of the other one, in the same order.
-        unit: what a pair is, in the plural.
+        first: [n], of the baseline.
+        second: [n], of the compared model, in the same order.
+        unit: what is paired, in the plural: "prompts", "rows".
         length: tokens of a prompt, or the end of a span of positions; None for short text.
-        task: which of the measure's tasks; "" where it has none.
-        name: measure or task, and length or span, in words; "" makes it of the others.
-        same: whether both were given the same prompts or rows.
-        interval: 95 % interval of the mean of differences, for losses; None for scores, of which more is better.
+        task: task within the measure; "" if it has none.
+        name: measure or task, and length or span, in words; "" builds it from the other fields.
+        same: whether both models read the same prompts or rows.
+        interval: for losses, function that gives the 95 % interval of the mean difference; None for scores, of which
+            more is better.
     """
 
     first: Sequence[float]
@@ -38,74 +37,69 @@ class Pairs:
 
 
 class Result(ABC):
-    """One measurement of one model; a dataclass of JSON values in every subclass.
+    """One measurement of one model. Every subclass is a dataclass of JSON values.
 
-    `figure` and `readings` take several, label -> result, so that models can be put side by side in one picture. Three
-    fields mean the same in every subclass that has them: `window`, positions that figures within and beyond are told
-    by; `scores`, task -> score of each sample; and `replies`, what the model wrote to some prompts, as {question,
-    expected, reply, score} with length, task or wording, which the report shows.
+    `figure` and `readings` take several results, label -> result, and show the models side by side. Three fields have
+    the same meaning in every subclass that has them: `window`, positions that separate "within" from "beyond";
+    `scores`, task -> score of each sample; and `replies`, some replies of the model as {question, expected, reply,
+    score} with length, task or wording, which the report shows.
     """
 
     title: ClassVar[str]
-    """Heading of the measurement; "{measure}" in it stands for the name of the measure."""
+    """Heading of the section; "{measure}" in it stands for the name of the measure."""
     column: ClassVar[str]
-    """The column of `table` that models are compared by."""
+    """The column of `table` in which models are compared."""
 
     def over_window(self, window: int | None) -> Self:
-        """The same, with figures within and beyond another window: models are compared over one."""
+        """A copy whose figures within and beyond use `window`, so that models are compared over the same window."""
         return self
 
     def pairs(self, first: Self, window: int | None) -> list[Pairs]:
-        """What this result is compared by with `first`, that of another model; none where no single scores are kept.
+        """Paired scores of the baseline and this model; none if single scores were not kept.
 
         Args:
-            first: of the model that this one is compared with.
-            window: positions by which losses are split; None if it is not known.
+            first: result of the baseline.
+            window: positions by which losses are split; None if unknown.
         """
         both = [getattr(result, "scores", {}) for result in (first, self)]
         return [Pairs(both[0][task], both[1][task], "samples", task=task) for task in both[0] if task in both[1]]
 
-    def beside(self, first: Self) -> dict[str, float]:
-        """Headline figures that hold for this result and `first`, that of another model, together."""
+    def compared_with(self, first: Self) -> dict[str, float]:
+        """Headline figures that compare this result with `first`, that of the baseline."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values; `from_dict` takes it back.
-
-        A number that is NaN or infinite, as the loss of a model that overflows, is None: JSON has neither.
-        """
+        """All fields as JSON values, with None for NaN and infinity, which JSON lacks; `from_dict` reads it."""
         return json_values(asdict(self))  # type: ignore[call-overload]  # every subclass is a dataclass
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The result that `to_dict` wrote; None where there can only be a number is NaN."""
+        """The result that `to_dict` wrote; None in a field of floats becomes NaN."""
         hints = get_type_hints(cls)
-        return cls(**{k: with_nan(value) if is_of_floats(hints.get(k)) else value for k, value in values.items()})
+        return cls(**{k: with_nan(value) if holds_floats(hints.get(k)) else value for k, value in values.items()})
 
     @abstractmethod
     def headline(self) -> dict[str, float]:
-        """The few figures that a summary names."""
+        """The few figures that a summary shows."""
 
     @abstractmethod
     def table(self) -> list[dict[str, Any]]:
-        """Its figures as rows of equal keys, for a CSV file."""
+        """All figures as rows with the same keys, for a CSV file."""
 
     @classmethod
     @abstractmethod
-    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+    def figure(cls, results: Mapping[str, Self]) -> Figure:
         """One picture of all `results`."""
 
     @classmethod
     @abstractmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
-        """What the picture says, in plain sentences with the figures in them: one a model, then how to read it."""
+        """The picture in sentences, with its figures: some for each model, then how to read them."""
 
     def reading(self, *, label: str = "model") -> list[str]:
-        """What this result alone says, in plain sentences."""
+        """`readings` of this result alone."""
         return type(self).readings({label: self})
 
     def plot(self, path: str | Path, *, label: str = "model") -> list[Path]:
         """Draw this result alone as `path`.png and `path`.svg, and return the two paths."""
-        from .figures import drawn_label, save_figure
-
         return save_figure(type(self).figure({drawn_label(label): self}), path)

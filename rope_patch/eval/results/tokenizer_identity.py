@@ -1,4 +1,4 @@
-"""What tells tokenizers apart: a hash of one, and whether two make the same of a text and of a chat."""
+"""Comparing tokenizers: a hash of one, and whether two give the same tokens for texts and for chats."""
 
 import json
 
@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerBase
 from ...prompts.asking import TEMPLATE_OPTIONS
 from .cache import data_hash
 
-# what calls of a tokenizer leave behind in it; neither changes the tokens of a text that is read whole
+# state that calls leave in a tokenizer; it does not change the tokens of a text that is read whole
 _STATE = ("truncation", "padding")
-# normalizers, splits, merges and fallbacks for bytes all have something to do here
+# a text on which normalizers, splits, merges and byte fallbacks all act
 _PROBE = (
     " It's 12345.678 o'clock, THEY'LL say; naïve cafe\u0301  ﬁnd Ａ①\t\ttab\r\n\n\n    def f(x):\n        return {x!r}"
     "\n <|x|> https://a.b/c_d?e=%20 снег 東京タワー مرحبا हिन्दी 한국어 👩\u200d💻🇩🇪 \u200b\u00a0\u2028\x01 end  "
@@ -25,8 +25,9 @@ _CHATS = (
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over what a tokenizer's tokens depend on, the same in every run and whatever it was called with."""
+    """SHA-256 over all that determines a tokenizer's tokens; earlier calls of the tokenizer do not change it."""
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    # slow tokenizers, in Python, have none
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is None:
         return data_hash(type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special)
@@ -34,10 +35,10 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def reads_alike(first: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers make the same tokens of a text.
+    """Whether two tokenizers give the same tokens for a text.
 
-    Their vocabularies are the same, and so are the tokens of a text with odd characters. A special token that only one
-    of them has, as one for padding, makes no difference: texts do not hold it.
+    They do if their vocabularies are equal and a text with unusual characters gets the same tokens. A special token
+    that only one of them has, such as one for padding, is ignored, because texts do not contain it.
     """
     mine, theirs = first.get_vocab(), other.get_vocab()
     harmless = (mine.keys() ^ theirs.keys()) & (_special(first) | _special(other))
@@ -46,7 +47,7 @@ def reads_alike(first: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) 
 
 
 def asks_alike(first: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat templates of two tokenizers make the same tokens of a conversation."""
+    """Whether the chat templates of two tokenizers give the same tokens for a conversation."""
     return all(_chat_tokens(first, chat) == _chat_tokens(other, chat) for chat in _CHATS)
 
 
@@ -55,7 +56,6 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def _chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]]) -> list[int] | None:
-    """None without a template."""
     if not tokenizer.chat_template:
         return None
     shown = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **TEMPLATE_OPTIONS)

@@ -1,4 +1,4 @@
-"""Cache, suite and report: what is kept, what is measured again, and a page that needs nothing else."""
+"""Cache, suite, report and probe: what is stored, what is measured again, and a page that needs no other file."""
 
 import csv
 import gzip
@@ -25,7 +25,6 @@ from rope_patch.eval import (
     ShortText,
     context_gain,
     in_distribution_penalty,
-    loss_by_position,
     probe,
     read_texts,
     recovery_ratio,
@@ -54,21 +53,15 @@ def model(**config):
 
 
 def test_any_changed_bit_changes_the_hash():
-    first, second = model(), model()
-    assert model_hash(first) == model_hash(second)
-    seen = {model_hash(first)}
+    assert model_hash(model()) == model_hash(model())
+    changed, swapped = model(), model()
     with torch.no_grad():
-        weight = second.model.layers[2].mlp.up_proj.weight
+        weight = changed.model.layers[2].mlp.up_proj.weight
         weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0))
-    seen.add(model_hash(second))
-    seen.add(model_hash(patch_model(model(), "pi", factor=2.0)))
-    seen.add(model_hash(patch_model(model(), "yarn", factor=2.0)))
-    seen.add(model_hash(model().to(torch.bfloat16)))
-    swapped = model()
-    with torch.no_grad():  # the same numbers in other places
-        swapped.lm_head.weight.copy_(swapped.lm_head.weight.flip(0))
-    seen.add(model_hash(swapped))
-    assert len(seen) == 6
+        swapped.lm_head.weight.copy_(swapped.lm_head.weight.flip(0))  # the same numbers in other places
+    scaled = [patch_model(model(), name, factor=2.0) for name in ("pi", "yarn")]
+    models = [model(), changed, swapped, *scaled, model().to(torch.bfloat16)]
+    assert len({model_hash(m) for m in models}) == 6
 
 
 def test_what_changes_answers_and_no_weight_changes_the_hash():
@@ -132,7 +125,7 @@ def test_a_kept_result_that_is_damaged_or_of_another_key_is_measured_again(conte
     file.write_bytes(content)
     assert not cache.has({"a": 1})
     assert cache.get({"a": 1}, lambda: {"x": 2}) == {"x": 2}
-    assert capsys.readouterr().out == f"{file} is damaged, and is measured again.\n"
+    assert capsys.readouterr().out == f"{file} is damaged. Its result is measured again.\n"
     assert cache.has({"a": 1}) and cache.get({"a": 1}, lambda: pytest.fail("measured")) == {"x": 2}
 
 
@@ -159,19 +152,23 @@ def test_two_that_keep_one_result_at_once_leave_it_whole(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
-    plan = EvalPlan(MEASURES, length=600, n_rows=2, lengths=(400, 600), trials=1)
+    plan = EvalPlan(MEASURES, length=600, n_rows=2, lengths=(400, 450), trials=1, depths=(0.2, 0.8))
     models = {"native": model, "pi": lambda: patch_model(model(), "pi", factor=4.0)}
     return run_suite(models, character_tokenizer(), TEXTS, plan, folder / "cache"), models, plan, folder
 
 
-def test_measures_of_text_read_all_rows(tmp_path):
-    names = ("cliff", "gain", "attention", "entropy", "view-kl")
-    plan = EvalPlan(names, length=600, n_rows=3)
-    found = run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
-    assert [found[name]["m"].n_rows for name in names] == [3] * 5
-    rows = text_rows(character_tokenizer(), TEXTS, seq_len=600, n_rows=3)
+@pytest.fixture(scope="module")
+def page(results):
+    """The report of `results`."""
+    return write_report(results[0], results[3] / "r", title="A <title>", settings={"seed": 0})
+
+
+def test_measures_of_text_read_all_rows(results):
+    for name in ("cliff", "gain", "attention", "entropy", "view-kl"):
+        assert results[0][name]["native"].n_rows == 2
+    rows = text_rows(character_tokenizer(), TEXTS, seq_len=600, n_rows=2)
     alone = [context_gain(model(), row[None], progress=False).total for row in rows]
-    assert found["gain"]["m"].total == pytest.approx(sum(alone) / 3)
+    assert results[0]["gain"]["native"].total == pytest.approx(sum(alone) / 2)
 
 
 def test_a_second_run_measures_nothing(results, monkeypatch):
@@ -200,51 +197,42 @@ def test_another_tokenizer_is_measured_anew(tmp_path):
     assert again.to_dict() == wanted.to_dict() != found.to_dict()
 
 
-def test_rows_are_tokenized_once_for_all_models(tmp_path, monkeypatch):
-    calls, real = [], suite.text_rows
-    monkeypatch.setattr(suite, "text_rows", lambda *a, **k: calls.append(1) or real(*a, **k))
-    plan = EvalPlan(("cliff", "view-kl"), length=600, n_rows=2)
-    models = {"a": model, "b": lambda: patch_model(model(), "pi", factor=2.0)}
-    run_suite(models, character_tokenizer(), TEXTS, plan, tmp_path)
-    assert len(calls) == 1
-
-
 def test_a_run_that_was_stopped_goes_on_within_a_measure(results, tmp_path, monkeypatch):
     """Retrieval at the second length fails once; the first length is not measured again."""
     module = sys.modules["rope_patch.eval.measures.retrieval"]
     calls, real = [], module.ask_greedily
 
     def watched(m, questions, **options):
-        calls.append((len(questions[0].prompt) > 500, len(questions)))
-        if calls == [(False, 20), (True, 20)]:
+        calls.append((len(questions[0].prompt) > 450, len(questions)))
+        if calls == [(False, 4), (True, 4)]:
             raise KeyboardInterrupt
         return real(m, questions, **options)
 
     monkeypatch.setattr(module, "ask_greedily", watched)
-    plan = EvalPlan(("passkey", "niah-single"), length=600, lengths=(480, 600), trials=1, batch_size=2)
+    options = {"lengths": (450, 500), "trials": 1, "depths": (0.2, 0.8), "batch_size": 2}
+    plan = EvalPlan(("passkey", "niah-single"), length=500, **options)
     with pytest.raises(KeyboardInterrupt):
         run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
     result = run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
-    # both kinds in one call, ten prompts each, and only of the length that was missing
-    assert calls[2:] == [(True, 20)]
+    # both kinds in one call, two prompts each, and only of the length that was missing
+    assert calls[2:] == [(True, 4)]
     # a kind that is there already is not asked again with the others
     more = run_suite(
         {"m": model}, character_tokenizer(), TEXTS, replace(plan, measures=("niah-single", "niah-multikey")), tmp_path
     )
-    assert calls[3:] == [(False, 10), (True, 10)]
+    assert calls[3:] == [(False, 2), (True, 2)]
     assert more["niah-single"]["m"] == result["niah-single"]["m"]
 
 
-def test_the_page_needs_no_other_file_and_says_everything(results, tmp_path):
-    page = write_report(results[0], tmp_path / "r", title="A <title>", settings={"seed": 0})
+def test_the_page_needs_no_other_file_and_says_everything(results, page):
     html = page.read_text()
     assert "A &lt;title&gt;" in html and "<script" not in html
     assert not re.findall(r'(?:src|href)="(?!data:)', html), "an outside asset"
     assert html.count("data:image/svg+xml;base64,") == len(MEASURES)
     for name in MEASURES:
-        assert (tmp_path / "r" / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-        assert (tmp_path / "r" / "figures" / f"{name}.svg").is_file()
-        with (tmp_path / "r" / "tables" / f"{name}.csv").open() as file:
+        assert (page.parent / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert (page.parent / "figures" / f"{name}.svg").is_file()
+        with (page.parent / "tables" / f"{name}.csv").open() as file:
             rows = list(csv.DictReader(file))
         assert {row["model"] for row in rows} == {"native", "pi"}
     stored = json.loads((page.parent / "results.json").read_text())
@@ -273,7 +261,7 @@ def test_a_folder_that_had_a_report_keeps_only_what_is_still_true(results, tmp_p
     assert written() == {"report.html", "results.json"} | of_gain | of_others
 
 
-def test_the_page_counts_from_one_and_cuts_no_digits(results, tmp_path):
+def test_the_page_counts_from_one_and_cuts_no_digits(page, tmp_path):
     """Two curves that differ by 0.04: "+0.040" stands below "+0.048"."""
     curves = {
         label: LossByPosition(torch.full((2048,), loss, dtype=torch.float64), 1, 1024, ((loss,) * 32,), "same")
@@ -284,7 +272,7 @@ def test_the_page_counts_from_one_and_cuts_no_digits(results, tmp_path):
     cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
     assert cells[1:5] == ["2.000 nats", "2.040 nats", "+0.040", "+0.040 to +0.040"]
     assert cells[-1] == "8 blocks of 64 tokens of one row"
-    html = write_report(results[0], tmp_path / "r", title="t", settings={}).read_text()
+    html = page.read_text()
     numbers = {int(n) for n in re.findall(r"tokens, wording (\d) of 4</h3>", html)}
     assert numbers and numbers <= {1, 2, 3, 4}
     assert not re.findall(r'<td class="reply">\s', html), "the space before a first word moves it out of its column"
@@ -312,11 +300,10 @@ def test_short_text_that_the_first_model_answers_all_wrong_has_no_share_of_it(tm
 
 def test_labels_are_drawn_as_they_are_written(tmp_path):
     curve = LossByPosition(torch.ones(200).double(), 1, 100)
-    page = write_report({"cliff": {r"_a$\frac$b": curve, "b": curve}}, tmp_path, title="t", settings={})
-    assert r"<b>_a$\frac$b</b>" in page.read_text()
+    page = write_report({"gain": {}, "cliff": {r"_a$\frac$b": curve, "b": curve}}, tmp_path, title="t", settings={})
+    assert r'<th class="n">_a$\frac$b</th><th class="n">b</th>' in page.read_text(), "also if a measure has no result"
     legend = LossByPosition.figure({drawn_label("_a"): curve}).legends[0]
     assert [text.get_text() for text in legend.get_texts()] == [" _a"]
-    assert curve.plot(tmp_path / "one", label=r"$\frac$")
 
 
 def test_signs_count_in_a_hash():
@@ -337,16 +324,9 @@ def test_signs_count_in_a_hash():
 
 def test_positions_of_answers_need_answers():
     for measures in (("position",), ("position", "passkey"), ("cliff", "position")):
-        with pytest.raises(ValueError, match="position is read off the answers to retrieval prompts"):
+        with pytest.raises(ValueError, match="position needs the answers to retrieval prompts"):
             EvalPlan(measures, length=200, lengths=(400,)).check(character_tokenizer(), TEXTS)
     EvalPlan(("passkey", "position"), length=200, lengths=(400,)).check(character_tokenizer(), TEXTS)
-
-
-def test_a_model_that_the_first_measure_lacks_is_in_the_report(tmp_path):
-    curve = loss_by_position(model(), torch.arange(3, 83)[None], progress=False)
-    write_report({"gain": {}, "cliff": {"a": curve, "b": curve}}, tmp_path, title="t", settings={})
-    page = (tmp_path / "report.html").read_text()
-    assert '<th class="n">a</th><th class="n">b</th>' in page
 
 
 def test_rows_of_text(tmp_path):
@@ -419,6 +399,9 @@ def test_probe_says_when_there_is_nothing_to_do(monkeypatch):
     monkeypatch.setattr(sys.modules["rope_patch.eval.measures.probe"], "loss_by_position", lambda *_, **__: flat)
     advice = probe(model(), tokens(1, 3 * WINDOW), progress=False)
     assert advice.recipe == {} and "no cliff" in str(advice) and "Whether the model uses it" in str(advice)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"seq_len >= {WINDOW + 2}"):
+        probe(model(), tokens(1, WINDOW), progress=False)
 
 
 def test_probe_gives_no_advice_on_a_model_that_guesses():
@@ -430,14 +413,6 @@ def test_probe_gives_no_advice_on_a_model_that_guesses():
         assert advice.recipe == {} and advice.yarn is None
         assert "predicts next to nothing" in str(advice) and "another tokenizer" in str(advice)
         assert "no adaptation" not in str(advice) and "no cliff" not in str(advice)
-
-
-def test_probe_refuses_rows_within_the_window_before_it_measures(monkeypatch):
-    monkeypatch.setattr(
-        sys.modules["rope_patch.eval.measures.probe"], "loss_by_position", lambda *_, **__: pytest.fail("measured")
-    )
-    with pytest.raises(ValueError, match=f"seq_len >= {WINDOW + 2}"):
-        probe(model(), tokens(1, WINDOW), progress=False)
 
 
 def test_all_models_are_compared_over_the_first_ones_window(tmp_path):
@@ -454,36 +429,33 @@ def test_all_models_are_compared_over_the_first_ones_window(tmp_path):
     assert shown["in-distribution penalty (%)"]["declares"] == pytest.approx(0, abs=1e-9)
     expected = curves["declares"].loss[WINDOW + 1 :].mean() - curves["declares"].loss[64 : WINDOW + 1].mean()
     assert shown["cliff"]["declares"] == pytest.approx(expected.item())
-    wider = run_suite(models, character_tokenizer(), TEXTS, replace(plan, window=100), tmp_path)
-    assert [r.window for by_label in wider.values() for r in by_label.values()] == [100] * 4
-
-
-def test_results_put_together_by_hand_are_compared_over_one_window():
-    curve = LossByPosition(torch.linspace(4, 2, 200, dtype=torch.float64), 1, 100)
-    figures = {
-        row["figure"]: row["values"] for row in summary({"cliff": {"a": curve, "b": replace(curve, window=150)}})
-    }
+    wider = run_suite({"m": model}, character_tokenizer(), TEXTS, replace(plan, window=100), tmp_path)
+    assert [by_label["m"].window for by_label in wider.values()] == [100] * 2
+    # results put together by hand
+    curve = curves["native"]
+    by_hand = summary({"cliff": {"a": curve, "b": replace(curve, window=150)}})
+    figures = {row["figure"]: row["values"] for row in by_hand}
     assert figures["cliff"]["a"] == figures["cliff"]["b"] and figures["in-distribution penalty (%)"] == {"b": 0}
 
 
 @pytest.mark.parametrize(
-    ("plan", "error", "message"),
+    ("plan", "message"),
     [
-        ({"measures": ("cliff", "attention"), "length": 90_000}, ValueError, "give 0 rows of 90000 tokens"),
-        ({"measures": ("cliff", "passkey"), "lengths": (500, 60)}, ValueError, "60 tokens are too few for the needles"),
-        ({"measures": ("cliff", "niah-single"), "lengths": (50_000,)}, ValueError, "the haystack has"),
-        ({"measures": ("cliff", "ruler"), "ruler_tasks": ("ruler_qa_squad",)}, ValueError, "needs squad"),
-        ({"measures": ("cliff", "ruler"), "ruler_tasks": ("rulr",)}, ValueError, "unknown RULER task 'rulr'"),
-        ({"measures": ("cliff", "short"), "benchmarks": ("x",)}, ValueError, "unknown benchmark 'x'"),
-        ({"measures": ("cliff", "gain")}, ValueError, "gain needs rows of at least 513 tokens, and length is 200"),
-        ({"measures": ("cliff", "attention")}, ValueError, "attention needs rows of at least 256 tokens"),
-        ({"measures": ("cliff", "entropy"), "window": 199}, ValueError, "entropy needs rows of at least 201 tokens"),
-        ({"measures": ("cliff",), "chat_template": "on"}, ValueError, "needs a tokenizer with a chat template"),
+        ({"measures": ("cliff", "attention"), "length": 90_000}, "give 0 rows of 90000 tokens"),
+        ({"measures": ("cliff", "passkey"), "lengths": (500, 60)}, "60 tokens are too few for the needles"),
+        ({"measures": ("cliff", "niah-single"), "lengths": (50_000,)}, "the haystack has"),
+        ({"measures": ("cliff", "ruler"), "ruler_tasks": ("ruler_qa_squad",)}, "needs squad"),
+        ({"measures": ("cliff", "ruler"), "ruler_tasks": ("rulr",)}, "unknown RULER task 'rulr'"),
+        ({"measures": ("cliff", "short"), "benchmarks": ("x",)}, "unknown benchmark 'x'"),
+        ({"measures": ("cliff", "gain")}, "gain needs rows of at least 513 tokens, and length is 200"),
+        ({"measures": ("cliff", "attention")}, "attention needs rows of at least 256 tokens"),
+        ({"measures": ("cliff", "entropy"), "window": 199}, "entropy needs rows of at least 201 tokens"),
+        ({"measures": ("cliff",), "chat_template": "on"}, "needs a tokenizer with a chat template"),
     ],
 )
-def test_what_cannot_be_measured_shows_before_a_model_is_loaded(plan, error, message, tmp_path):
+def test_what_cannot_be_measured_shows_before_a_model_is_loaded(plan, message, tmp_path):
     plan = {"length": 200, "n_rows": 1, "lengths": (400,), **plan}
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         run_suite({"m": lambda: pytest.fail("loaded")}, character_tokenizer(), TEXTS, EvalPlan(**plan), tmp_path)
 
 
@@ -519,7 +491,7 @@ def test_probe_finds_the_cliff_and_leaves_the_model_alone(monkeypatch):
         adds.append(added)
         advice = probe(subject, tokens(1, 4 * WINDOW), progress=False)
         assert advice.factor == 4 and advice.recipe["rescale_args"] == {"factor": 4.0} and words in str(advice)
-        assert "goes by loss" in str(advice) and "`rope-patch extend`" in str(advice)
+        assert "based on loss" in str(advice) and "`rope-patch extend`" in str(advice)
         assert f"The cliff begins at position {advice.native.cliff_start()}" in str(advice)
         assert 2 * WINDOW - 4 < advice.native.cliff_start() <= 2 * WINDOW
         assert model_hash(subject) == before
@@ -535,5 +507,5 @@ def test_unknown_measures_are_refused():
 def test_losses_that_are_no_numbers_get_no_advice():
     subject = model()
     subject.lm_head.weight.data[5] = torch.nan
-    with pytest.raises(ValueError, match="the losses of .* are not finite, so nothing can be said of"):
+    with pytest.raises(ValueError, match="the losses of .* are not finite, so nothing can be said about"):
         probe(subject, tokens(1, 3 * WINDOW), progress=False)

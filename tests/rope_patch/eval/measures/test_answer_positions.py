@@ -1,43 +1,36 @@
-"""Accuracy by the position of the answer."""
+"""Accuracy by the position of the answer, from grids with known places and scores."""
 
-from itertools import product
+from rope_patch.eval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position
 
-import pytest
-from support.retrieval import TEXT, TOKENIZER, lookup
+PLACES = [0.1, 0.3, 0.4, 0.6, 0.8, 0.95]
 
-from rope_patch.eval import AnswerPositionAccuracy, accuracy_by_answer_position, niah
 
-DEPTHS = [0.05, 0.25, 0.4, 0.65, 0.8, 0.95]
+def grid(kind, finds):
+    """Six prompts of each length: length -> whether the model finds an answer in the first or in the second half."""
+    scores = [float((place < 0.5) == (half == "first")) for half in finds.values() for place in PLACES]
+    accuracy = [scores[6 * k : 6 * k + 6] for k in range(len(finds))]
+    return RetrievalGrid(kind, list(finds), PLACES, accuracy, 1, PLACES * len(finds), scores)
 
 
 def test_a_model_that_reads_the_first_half_only_shows_where_it_stops():
-    first_half = lookup(lambda text, values: [v for v in values if text.index(v) < len(text) / 2])
-    grid = niah(first_half, TOKENIZER, TEXT, [2000], depths=DEPTHS, trials=3, progress=False)
-    assert grid.accuracy == [[1, 1, 1, 0, 0, 0]]
-    (curve,) = accuracy_by_answer_position(grid, n_bins=2).curves
-    assert curve["accuracy"] == [1, 0] and curve["count"] == [9, 9]
-    assert curve["mid_third_gap"] == pytest.approx(0)
+    (curve,) = accuracy_by_answer_position(grid("single", {2000: "first"}), n_bins=2).curves
+    assert curve["accuracy"] == [1, 0] and curve["count"] == [3, 3]
+    assert curve["mid_third_gap"] == 0, "one of two in the middle third, two of four outside"
+    (curve,) = accuracy_by_answer_position(grid("single", {2000: "first"}), n_bins=10).curves
+    assert curve["accuracy"] == [None, 1, None, 1, 1, None, 0, None, 0, 0]
 
 
 def test_kinds_and_lengths_have_curves_of_their_own():
-    """A model that finds answers in the first half of short prompts and in the second half of long ones."""
-
-    def finds(text, values):
-        return [v for v in values if (text.index(v) < len(text) / 2) == (len(text) < 1500)]
-
-    grids = [
-        niah(lookup(finds), TOKENIZER, TEXT, [1000, 2000], kind=kind, depths=DEPTHS, trials=1, progress=False)
-        for kind in ("single", "multikey")
-    ]
+    grids = [grid(kind, {1000: "first", 2000: "second"}) for kind in ("single", "multikey")]
     found = accuracy_by_answer_position(grids, n_bins=2)
-    assert {(c["kind"], c["length"]): c["accuracy"] for c in found.curves} == {
-        (kind, length): [1, 0] if length == 1000 else [0, 1]
-        for kind, length in product(("single", "multikey"), (1000, 2000))
-    }
+    assert [(c["kind"], c["length"], c["accuracy"]) for c in found.curves] == [
+        (kind, length, accuracy)
+        for kind in ("single", "multikey")
+        for length, accuracy in ((1000, [1, 0]), (2000, [0, 1]))
+    ]
     assert [row["accuracy"] for row in found.table()] == 2 * [1, 0, 0, 1]
     panels = AnswerPositionAccuracy.figure({"m": found}).axes
     assert [line.get_ydata().tolist() for axes in panels for line in axes.get_lines()] == 2 * [[1, 0], [0, 1]]
-    said = found.reading(label="m")
-    assert [sentence.partition(":")[0] for sentence in said[:2]] == ["m, single", "m, multikey"]
-    most = max(n for curve in found.curves for n in curve["count"])
-    assert said[-1].startswith(f"Each point is the mean of at most {most} prompts.") and "if it finds none" in said[-1]
+    sentences = found.reading(label="m")
+    assert [sentence.partition(":")[0] for sentence in sentences[:2]] == ["m, single", "m, multikey"]
+    assert sentences[-1].startswith("Each point is the mean of at most 3 prompts.") and "finds none" in sentences[-1]

@@ -41,7 +41,7 @@ def test_kinds_that_ask_about_the_same_needles_share_their_text_prompt_by_prompt
     options = ([2000], (0.05, 0.5, 0.95), 4, 4, 0, "auto", ALL_WORDINGS)
     grids = {kind: PromptGrid(kind, TOKENIZER, *options) for kind in (*kinds, "single")}
     haystacks = prompt_grid.text_haystacks(TOKENIZER, TEXT, [2000])
-    one, other = (grids[kind].of_length(2000, haystacks) for kind in kinds)
+    one, other = (grids[kind].prompts(2000, haystacks) for kind in kinds)
     for a, b in zip(one, other, strict=True):
         assert a.position == b.position and a.wording == b.wording and set(b.answers) & set(a.answers)
         assert len(a.ids) + grids[kinds[0]].new_tokens == len(b.ids) + grids[kinds[1]].new_tokens == 2000

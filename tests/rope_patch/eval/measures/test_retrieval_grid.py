@@ -40,7 +40,7 @@ def test_both_measures_come_from_one_grid_and_are_named_apart(by_its_own):
     prompts = PromptGrid("passkey", TOKENIZER, [600], (0.2, 0.7), 2, 1, 0, "auto", ALL_WORDINGS)
     expected = []
     with torch.no_grad():
-        for p in prompts.of_length(600, prompt_grid.passkey_haystacks(TOKENIZER, [600])):
+        for p in prompts.prompts(600, prompt_grid.passkey_haystacks(TOKENIZER, [600])):
             logits = model(torch.tensor([[*p.ids, *p.right_reply]])).logits[0]
             expected.append(p.forced_score(logits[len(p.ids) - 1 : -1].argmax(-1).tolist()))
     assert grid.forced_scores == expected and grid.forced_by_length == [sum(expected) / 4]
@@ -51,10 +51,7 @@ def test_both_measures_come_from_one_grid_and_are_named_apart(by_its_own):
     assert (
         said[0].startswith("model, as written: 0 % at 600") and said[1] == "model, teacher-forced: 75 % at 600 tokens."
     )
-    # as written is what models are compared by, and older results have it alone
-    assert RetrievalGrid.column == "as_written"
-    older = RetrievalGrid.from_dict({k: v for k, v in grid.to_dict().items() if k not in ("forced_scores", "said")})
-    assert older.forced_by_length == [None] and older.table()[-1]["teacher_forced"] is None
+    assert RetrievalGrid.column == "as_written", "models are compared by it"
 
 
 def test_the_shades_of_a_figure_are_in_percent_as_its_numbers_are():

@@ -9,8 +9,7 @@ from rope_patch.eval import view_kl
 from rope_patch.views import Skip
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize(("family", "direction"), [("llama", "reverse"), ("qwen3", "forward")])
 def test_it_is_the_kl_of_the_logits(family, direction):
     model, rows, split = tiny(family, dtype=torch.float64), tokens(3, 24), 10
     curve = view_kl(model, rows, [0, 5, 40], split=split, direction=direction, progress=False)

@@ -15,7 +15,7 @@ from rope_patch.eval import (
     ViewKL,
     write_report,
 )
-from rope_patch.eval.results.json_values import is_of_floats, json_values
+from rope_patch.eval.results.json_values import holds_floats, json_values
 from rope_patch.model_card import EvalFigures
 
 
@@ -60,7 +60,7 @@ def test_results_come_back_from_json_that_strict_parsers_read(result):
 def test_what_may_be_unknown_stays_so():
     curve = {"kind": "single", "length": 400, "accuracy": [None], "count": [0], "mid_third_gap": None}
     assert AnswerPositionAccuracy.from_dict(AnswerPositionAccuracy([curve]).to_dict()).curves == [curve]
-    assert is_of_floats(dict[str, list[float]]) and not is_of_floats(list[float | None]) and not is_of_floats(int)
+    assert holds_floats(dict[str, list[float]]) and not holds_floats(list[float | None]) and not holds_floats(int)
 
 
 def test_a_curve_comes_back_with_the_positions_that_are_no_number():
