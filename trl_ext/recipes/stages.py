@@ -182,8 +182,10 @@ def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: st
         raise ValueError("output_dir must name a folder, got an empty name.")
     _require_no_evaluation(training, data)
     given = vars(parser.parse_known_args(list(flags))[0])
-    changed = {key: value for key, value in given.items() if key != "output_dir" and value != defaults.get(key)}
-    return Stage(name, script, training, model, data, json.loads(json.dumps(changed, default=str)))
+    # folders and files may be moved: of what is not streamed the rows are compared, see `dataset.digests`
+    may_change = ("output_dir",) if data.streaming else ("output_dir", "datasets")
+    settings = {key: value for key, value in given.items() if key not in may_change and value != defaults.get(key)}
+    return Stage(name, script, training, model, data, json.loads(json.dumps(settings, default=str)))
 
 
 def _require_no_evaluation(training: RopeSFTConfig, data: DatasetMixtureConfig) -> None:
