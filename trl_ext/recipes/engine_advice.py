@@ -145,7 +145,7 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most:
         how = "" if best.fits(capacity) == "fits" else ", with long_rows, which switches itself on"
         lines.append(f"One GPU with {capacity / GIB:.1f} GiB for a step is enough{how}: rope-patch train RECIPE.yaml.")
     else:
-        flags = f"--accelerate_config {best.config} --num_processes {best.n_gpus}"
+        flags = f"--accelerate-config {best.config} --num-processes {best.n_gpus}"
         lines.append(f"With {capacity / GIB:.1f} GiB for a step on each GPU: {flags}.")
     return "\n".join(lines)
 

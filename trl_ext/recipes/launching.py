@@ -1,4 +1,4 @@
-"""`--accelerate_config NAME`: the same command on several GPUs, started by accelerate."""
+"""`--accelerate-config NAME`: the same command on several GPUs, started by accelerate."""
 
 import logging
 import os
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 _CONFIGS = Path(__file__).with_name("accelerate_configs")
-_FLAGS = ("--accelerate_config", "--num_processes", "--ranks_per_sequence")
+_FLAGS = ("--accelerate-config", "--num-processes", "--ranks-per-sequence")
 _SEQUENCE_SIZES = {"fsdp2-cp": "cp", "zero3-sp": "sp"}
-_ON_CPUS = "On CPUs: torchrun --nproc_per_node N -m trl_ext train RECIPE.yaml --use_cpu true --bf16 false."
+_ON_CPUS = "On CPUs: torchrun --nproc_per_node N -m trl_ext train RECIPE.yaml --use-cpu true --bf16 false."
 _OF_SYSTEM = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL")  # not every system has them
 
 
 def config_names() -> list[str]:
-    """Names that `--accelerate_config` takes."""
+    """Names that `--accelerate-config` takes."""
     return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
 
 
@@ -69,7 +69,7 @@ class Launch:
         """The launch that flags ask for, None without any, and the other arguments.
 
         Raises:
-            ValueError: a flag lacks its value, is no number where one is needed, or stands without --accelerate_config.
+            ValueError: a flag lacks its value, is no number where one is needed, or stands without --accelerate-config.
         """
         values: dict[str, str] = {}
         rest: list[str] = []
@@ -85,7 +85,7 @@ class Launch:
         if not values:
             return None, rest
         if _FLAGS[0] not in values:
-            raise ValueError(f"{next(iter(values))} belongs to --accelerate_config NAME: {', '.join(config_names())}.")
+            raise ValueError(f"{next(iter(values))} belongs to --accelerate-config NAME: {', '.join(config_names())}.")
         numbers = {flag: _number(flag, values[flag]) for flag in _FLAGS[1:] if flag in values}
         return cls(values[_FLAGS[0]], *(numbers.get(flag) for flag in _FLAGS[1:])), rest
 
@@ -122,20 +122,20 @@ class Launch:
         if self.config in config_names():
             file = _CONFIGS / f"{self.config}.yaml"
         elif not file.is_file():
-            raise unknown("accelerate_config", self.config, config_names())
-        settings: dict[str, Any] = read_yaml(file, f"--accelerate_config {self.config}")
+            raise unknown("--accelerate-config", self.config, config_names())
+        settings: dict[str, Any] = read_yaml(file, f"--accelerate-config {self.config}")
         n = self.n_processes or settings.get("num_processes") or torch.cuda.device_count()
         if not n:
-            raise ValueError(f"--accelerate_config {self.config} is for GPUs, and torch sees none. {_ON_CPUS}")
+            raise ValueError(f"--accelerate-config {self.config} is for GPUs, and torch sees none. {_ON_CPUS}")
         kind = settings.get("distributed_type")
         if n > 1 and (kind == "NO" or kind == "MULTI_CPU" and not settings.get("mpirun_config")):
             raise ValueError(
-                f"--accelerate_config {self.config} has distributed_type {kind}, for which accelerate starts one "
+                f"--accelerate-config {self.config} has distributed_type {kind}, for which accelerate starts one "
                 f"process and not {n}. {_ON_CPUS}"
             )
         if kind == "DEEPSPEED" and find_spec("deepspeed") is None:
             raise ValueError(
-                f"--accelerate_config {self.config} needs DeepSpeed: pip install 'rope-patch[deepspeed]', or take "
+                f"--accelerate-config {self.config} needs DeepSpeed: pip install 'rope-patch[deepspeed]', or take "
                 "fsdp2."
             )
         return {**settings, "num_processes": n, **self._sequence_sizes(n)}
@@ -145,7 +145,7 @@ class Launch:
         if engine is None:
             if self.ranks_per_sequence is not None:
                 raise ValueError(
-                    f"--ranks_per_sequence is for {' and '.join(_SEQUENCE_SIZES)}, got --accelerate_config "
+                    f"--ranks-per-sequence is for {' and '.join(_SEQUENCE_SIZES)}, got --accelerate-config "
                     f"{self.config}."
                 )
             return {}
@@ -153,7 +153,7 @@ class Launch:
         if shared < 2 or n % shared:
             raise ValueError(
                 f"GPUs that share a row must be 2 or more and divide all GPUs, got {shared} of {n}: change "
-                "--ranks_per_sequence or --num_processes."
+                "--ranks-per-sequence or --num-processes."
             )
         sizes = {f"{engine}_size": shared}
         if engine == "cp":

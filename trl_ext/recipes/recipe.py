@@ -19,7 +19,7 @@ from trl.scripts.utils import DatasetConfig
 from rope_patch.base.registry import unknown
 
 from ..config import LONG_DOCUMENTS, RopeSFTConfig
-from .home import with_home
+from .arguments import normalized, with_home
 
 _ARGPARSE_WORDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a mapping", list: "a list"}
@@ -45,17 +45,18 @@ class RecipeParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError; argparse would print the flags of all fields, several pages."""
-        match = re.match(r"argument --(\w+)\S*: (?:invalid (\w+) value: (.*)|(.*))", message, re.DOTALL)
+        match = re.match(r"argument --([\w-]+)\S*: (?:invalid (\w+) value: (.*)|(.*))", message, re.DOTALL)
         if match is None:
             raise ValueError(message)
         name, kind, value, rest = match.groups()
+        flag = f"--{name.replace('_', '-')}"
         chosen = re.match(r"invalid choice: '(.*)' \(choose from (.*)\)", rest or "")
         if chosen is not None:
             known = re.findall(r"'([^']*)'", chosen[2])
             raise ValueError(f"{unknown(name, chosen[1], known)} --help-all lists them.")
         if kind is None:
-            raise ValueError(f"--{name}: {rest}")
-        raise ValueError(f"--{name} must be {_ARGPARSE_WORDS.get(kind, f'of type {kind}')}, got {value}.")
+            raise ValueError(f"{flag}: {rest}")
+        raise ValueError(f"{flag} must be {_ARGPARSE_WORDS.get(kind, f'of type {kind}')}, got {value}.")
 
     def parse_args_and_config(  # type: ignore[override]  # whose other options are for launchers
         self, args: Iterable[str] | None = None
@@ -111,8 +112,8 @@ class RecipeParser(TrlParser):
         if not argument.startswith("-"):
             return ValueError(f"{argument!r} belongs to no flag; a recipe comes first, and flags are --NAME VALUE.")
         flag, _, _ = argument.partition("=")
-        known = {f"--{action.dest}" for action in self._actions}  # --learning-rate is read as --learning_rate
-        return ValueError(f"{unknown('flag', flag, known)} --help-all explains them.")
+        known = {f"--{action.dest.replace('_', '-')}" for action in self._actions}
+        return ValueError(f"{unknown('flag', flag.replace('_', '-'), known)} --help-all explains them.")
 
 
 def with_config_flag(arguments: Sequence[str]) -> list[str]:
@@ -136,7 +137,7 @@ def recipe_and_flags(arguments: Sequence[str]) -> tuple[dict[Any, Any], list[str
         ValueError: nothing stands behind `--config`, or the file is no YAML mapping.
         OSError: it cannot be read.
     """
-    flags = with_config_flag(with_home(list(arguments)))
+    flags = with_config_flag(normalized(arguments))
     if "--config" not in flags:
         return {}, flags, "the recipe"
     if flags[-1] == "--config":

@@ -176,7 +176,7 @@ def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: st
         if "support bf16/gpu" not in str(error):  # of Transformers, for lack of a GPU
             raise
         raise ValueError(
-            "there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on the CPU, which is slow."
+            "there is no GPU that torch can see. `--use-cpu true --bf16 false` trains on the CPU, which is slow."
         ) from error
     if not str(training.output_dir):  # Path("") is the current folder
         raise ValueError("output_dir must name a folder, got an empty name.")

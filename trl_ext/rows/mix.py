@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SHORTER = 8  # short rows in place of a long one
-_SHORT_FACTS = 3  # in a short row, at most
+SHORT_FACTS = 3  # in a short row, at most
 
 Ids = Sequence[Sequence[int]]
 OwnTexts = Ids | Callable[[], Ids]
@@ -121,7 +121,7 @@ def make_rows(
                     if size == length:
                         made = draw_question_rows(pieces, length=size, facts=facts, chat=chat, rng=rng)
                     else:
-                        n_facts = min(facts, _SHORT_FACTS)
+                        n_facts = min(facts, SHORT_FACTS)
                         advice = (
                             f"Short rows have an eighth of length {length}: give a larger length, or short=0 "
                             "(--short 0), which makes no short rows."

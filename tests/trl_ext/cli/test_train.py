@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_recipe_is_trained_and_flags_win(folder, capsys):
     view_args = '{"skip": {"law": "uniform", "high": 9}}'
-    assert cli.main(["train", "tune.yaml", "--output_dir", "elsewhere", "--view_args", view_args]) == 0
+    assert cli.main(["train", "tune.yaml", "--output-dir", "elsewhere", "--view-args", view_args]) == 0
     assert "high=9" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(folder / "elsewhere").config.model_type == "llama"
     assert not (folder / "tuned").exists()
@@ -55,22 +55,22 @@ def test_a_recipe_is_trained_and_flags_win(folder, capsys):
     ("flag", "value"),
     [
         ("--seed", "-1"),
-        ("--warmup_steps", "-1"),
-        ("--learning_rate", "-1"),
-        ("--adam_beta1", "2"),
-        ("--adam_beta2", "2"),
-        ("--adam_epsilon", "-1"),
-        ("--dataloader_num_workers", "-1"),
-        ("--lora_r", "0"),
+        ("--warmup-steps", "-1"),
+        ("--learning-rate", "-1"),
+        ("--adam-beta1", "2"),
+        ("--adam-beta2", "2"),
+        ("--adam-epsilon", "-1"),
+        ("--dataloader-num-workers", "-1"),
+        ("--lora-r", "0"),
     ],
 )
 def test_a_value_that_a_library_refuses_is_told_with_its_flag(flag, value, folder, capsys):
-    assert cli.main(["train", "tune.yaml", "--use_peft", "true", flag, value]) == 2
+    assert cli.main(["train", "tune.yaml", "--use-peft", "true", flag, value]) == 2
     assert f"rope-patch train: {flag}: " in capsys.readouterr().err
 
 
 def test_a_recipe_with_stages_tells_what_it_made(folder, capsys):
-    assert cli.main(["train", "--config", "staged.yaml", "--seed", "3", "--logging_steps", "1"]) == 0
+    assert cli.main(["train", "--config", "staged.yaml", "--seed", "3", "--logging-steps", "1"]) == 0
     assert re.search(
         r"staged/model: [\d,]+ tokens\n  first: 1 steps, loss [\d.]+ at the end\n"
         r"Serve it with transformers: python -c '.*staged/model.*'\n",
@@ -89,13 +89,13 @@ def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
 
     step = RopeSFTTrainer.training_step
     monkeypatch.setattr(RopeSFTTrainer, "training_step", stopped)
-    command = ["train", "tune.yaml", "--max_steps", "3", "--save_steps", "1"]
+    command = ["train", "tune.yaml", "--max-steps", "3", "--save-steps", "1"]
     stop_at = 0
     assert cli.main(command) == 130
     assert "Stopped. No checkpoint was saved: the same command begins anew.\n" in capsys.readouterr().err
     stop_at = 2
     assert cli.main(command) == 130
-    goes_on = "goes on with --resume_from_checkpoint tuned/checkpoint-2, and without it begins anew.\n"
+    goes_on = "goes on with --resume-from-checkpoint tuned/checkpoint-2, and without it begins anew.\n"
     assert f"Stopped. The same command {goes_on}" in capsys.readouterr().err
     stop_at = 0
     assert cli.main(command) == 130  # whose folder has checkpoints of the run before
@@ -109,7 +109,7 @@ def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
     [
         (
             "tune.yaml",
-            "--resume_from_checkpoint tuned/checkpoint-1",
+            "--resume-from-checkpoint tuned/checkpoint-1",
             "Nothing was left to train: tuned/checkpoint-1 is of step 1, and the run ends at step 1.\n",
         ),
         ("staged.yaml", "", "All stages in staged are finished: nothing was left to do.\n"),
@@ -143,14 +143,14 @@ def test_a_folder_in_which_another_process_trains_is_refused(recipe, output, fol
     ("command", "unwritten", "advice", "again", "result"),
     [
         (
-            "tune.yaml --max_steps 2 --save_steps 1",
+            "tune.yaml --max-steps 2 --save-steps 1",
             "tuned/checkpoint-2",
             "go on from tuned/checkpoint-1,",
-            "--resume_from_checkpoint tuned/checkpoint-1",
+            "--resume-from-checkpoint tuned/checkpoint-1",
             "tuned",
         ),
         (
-            "staged.yaml --max_steps 2 --save_steps 1",
+            "staged.yaml --max-steps 2 --save-steps 1",
             "staged/first/checkpoint-2",
             "go on from staged/first/checkpoint-1,",
             "",
@@ -197,8 +197,8 @@ def hub(folder, monkeypatch):
     return folder / "hub"
 
 
-OF_HUB = "train tune.yaml --model_name_or_path owner/base --max_steps 3 --save_steps 1".split()
-WITH_ADAPTERS = "--use_peft true --lora_target_modules q_proj v_proj --lora_r 2 --learning_rate 0.1".split()
+OF_HUB = "train tune.yaml --model-name-or-path owner/base --max-steps 3 --save-steps 1".split()
+WITH_ADAPTERS = "--use-peft true --lora-target-modules q_proj v_proj --lora-r 2 --learning-rate 0.1".split()
 
 
 def merged(folder):
@@ -208,7 +208,7 @@ def merged(folder):
 @pytest.mark.parametrize("branch", ["main", "dev"])
 def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(branch, folder, hub):
     """Also where it is gone since, and of adapters, which hold nothing of the weights below them."""
-    command = [*OF_HUB, *WITH_ADAPTERS, "--model_revision", branch, "--output_dir"]
+    command = [*OF_HUB, *WITH_ADAPTERS, "--model-revision", branch, "--output-dir"]
     assert cli.main([*command, "whole"]) == 0
     assert cli.main([*command, "parts"]) == 0
     for step in (2, 3):
@@ -216,7 +216,7 @@ def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(branch, folde
     commit = move(hub, "owner/base", branch, to="later")
     if branch == "dev":
         (hub / "models--owner--base/refs/dev").unlink()
-    assert cli.main([*command, "parts", "--resume_from_checkpoint", "parts/checkpoint-1"]) == 0
+    assert cli.main([*command, "parts", "--resume-from-checkpoint", "parts/checkpoint-1"]) == 0
     for run in ("whole", "parts", "parts/checkpoint-3"):
         assert json.loads((folder / run / "adapter_config.json").read_text())["revision"] == commit
         assert f"at revision `{commit}`, trained" in (folder / run / "README.md").read_text()
@@ -225,7 +225,7 @@ def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(branch, folde
 
 
 def test_a_recipe_with_stages_goes_on_with_the_commit_of_a_branch_that_is_gone(folder, hub):
-    command = ["train", "staged.yaml", "--model_name_or_path", "owner/base", "--model_revision", "dev"]
+    command = ["train", "staged.yaml", "--model-name-or-path", "owner/base", "--model-revision", "dev"]
     assert cli.main(command) == 0
     shutil.rmtree(folder / "staged/model")
     branch = hub / "models--owner--base/refs/dev"
@@ -236,9 +236,9 @@ def test_a_recipe_with_stages_goes_on_with_the_commit_of_a_branch_that_is_gone(f
 
 
 def test_a_checkpoint_of_another_commit_is_not_resumed(folder, hub, capsys, monkeypatch):
-    command = [*OF_HUB, "--max_steps", "1"]
-    resumed = [*command, "--resume_from_checkpoint", "tuned/checkpoint-1", "--model_revision"]
-    assert cli.main([*command, "--model_revision", "dev"]) == 0
+    command = [*OF_HUB, "--max-steps", "1"]
+    resumed = [*command, "--resume-from-checkpoint", "tuned/checkpoint-1", "--model-revision"]
+    assert cli.main([*command, "--model-revision", "dev"]) == 0
     commits = {name: (hub / "models--owner--base/refs" / name).read_text() for name in ("dev", "later")}
     capsys.readouterr()
     with monkeypatch.context() as patch:
@@ -250,7 +250,7 @@ def test_a_checkpoint_of_another_commit_is_not_resumed(folder, hub, capsys, monk
         "output_dir and without resume_from_checkpoint."
     ) in capsys.readouterr().err
     assert cli.main([*resumed, commits["dev"]]) == 0, "the same by its commit"
-    recipe = [*command, "--model_init_kwargs", '{"revision": "later"}', "--output_dir", "other"]
+    recipe = [*command, "--model-init-kwargs", '{"revision": "later"}', "--output-dir", "other"]
     assert cli.main(recipe) == 0
     (run,) = read_runs(folder / "other")
     assert run["run"]["hub_model"] == {
@@ -269,7 +269,7 @@ def test_accelerate_launches_the_command(folder):
 @pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("staged.yaml", "staged")])
 def test_a_revision_of_a_folder_is_refused(recipe, output, folder, capsys):
     """It had no effect, as in `rope-patch extend`, which refuses it too."""
-    assert cli.main(["train", recipe, "--model_revision", "v2"]) == 2
+    assert cli.main(["train", recipe, "--model-revision", "v2"]) == 2
     assert "model_revision v2 is of a model on the hub, and model is a folder: leave it out" in capsys.readouterr().err
     assert not (folder / output).exists()
 

@@ -30,7 +30,7 @@ def arguments(tmp_path):
     return ["--config", str(tmp_path / "recipe.yaml")]
 
 
-ALLOWED = [["--trust_remote_code", "true"], ["--model_init_kwargs", '{"trust_remote_code": true}']]
+ALLOWED = [["--trust-remote-code", "true"], ["--model-init-kwargs", '{"trust_remote_code": true}']]
 
 
 @pytest.mark.parametrize("allowed", ALLOWED)
@@ -45,7 +45,7 @@ def test_a_recipe_that_allows_it_trains_and_keeps_the_code(arguments, allowed, t
 
 
 def test_the_card_of_its_adapter_loads_the_base_with_its_code(arguments, tmp_path):
-    adapters = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]
+    adapters = ["--use-peft", "true", "--lora-target-modules", "q_proj", "v_proj"]
     fine_tune_recipe([*arguments, *ALLOWED[0], *adapters])
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'base_model_name_or_path, dtype="auto", trust_remote_code=True)' in card

@@ -301,7 +301,7 @@ def test_parts_of_a_model_are_not_exported(folder, monkeypatch):
 
 def test_a_stage_has_the_keys_of_the_recipe_under_its_own_and_flags_win(folder):
     given = recipe(folder, stages=[{"seed": 1}, {"max_length": 9}, {"name": "third", "rescale_args": {"factor": 2.0}}])
-    stages = read_stages(given, ["--weight_decay", "0.5"], max_length=32)
+    stages = read_stages(given, ["--weight-decay", "0.5"], max_length=32)
     assert [stage.name for stage in stages] == ["stage-1", "stage-2", "third"]
     assert [stage.folder for stage in stages] == [folder / "out" / stage.name for stage in stages]
     assert [stage.training.seed for stage in stages] == [1, 42, 42]
