@@ -8,6 +8,7 @@ import pytest
 from support.tiny import tiny
 from support.training import tokenizer
 
+from trl_ext.recipes import dataset
 from trl_ext.recipes import fine_tuning as module
 from trl_ext.recipes.fine_tuning import fine_tune_recipe, plan_recipe
 
@@ -67,7 +68,7 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
         asked.append((path, options))
         return {"train": "rows", "test": "others"}
 
-    monkeypatch.setattr(module, "load_dataset", load)
+    monkeypatch.setattr(dataset, "load_dataset", load)
     with pytest.raises(Stop):
         fine_tune_recipe(recipe(text="dataset_name: someone/books\ndataset_config: long"))
     assert asked == [("someone/books", {"name": "long", "streaming": False})]

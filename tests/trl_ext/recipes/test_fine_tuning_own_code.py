@@ -33,9 +33,8 @@ def arguments(tmp_path):
 ALLOWED = [["--trust-remote-code", "true"], ["--model-init-kwargs", '{"trust_remote_code": true}']]
 
 
-@pytest.mark.parametrize("allowed", ALLOWED)
-def test_a_recipe_that_allows_it_trains_and_keeps_the_code(arguments, allowed, tmp_path):
-    fine_tune_recipe([*arguments, *allowed])
+def test_a_recipe_that_allows_it_trains_and_keeps_the_code(arguments, tmp_path):
+    fine_tune_recipe([*arguments, *ALLOWED[1]])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == MODEL_TYPE and (tmp_path / "out" / "modeling.py").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
