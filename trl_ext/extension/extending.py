@@ -160,12 +160,12 @@ class _Run:
 
     def go(self, dry_run: bool) -> Extended | ExtensionPlan:
         """Run the remaining steps."""
-        plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.source)
+        resumes, log = self.record.is_file(), self.options.folder / "log.txt"
+        if dry_run or not resumes:
+            plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.source)
         if dry_run:
             return plan
         require_report(self.options.folder / "report")
-        log = self.options.folder / "log.txt"
-        resumes = self.record.is_file()
         if not resumes:
             self.tell(f"{plan}\n\nMessages of other packages go to {log}.")
             self.options.folder.mkdir(parents=True, exist_ok=True)

@@ -17,12 +17,12 @@ from .facts import ModelFacts
 
 _WEIGHTS = 2**27  # bytes of the timed layers; of a larger model only some are timed
 _TIMED = 5  # steps
-_FIRST = 2  # steps that do not count: they make buffers and a CUDA graph
-_BEGUN = 300  # tokens of a text when steps are timed, as in the middle of writing
+_FIRST = 2  # steps that do not count, as they allocate buffers and capture a CUDA graph
+_BEGUN = 300  # tokens of a text when steps are timed, as in its middle
 
-# steps of a batch of texts, and tokens of each of its texts that are kept in the mean. SmolLM2-135M-Instruct ended 6 of
-# 16 replies within 512 tokens, of chats of 226 tokens, and wrote 1.4 user's turns of up to 96 tokens for each that is
-# used; Gemma-3-270M wrote texts of 722 tokens, at most 1024
+# decoding steps of a batch of texts, and mean of the tokens that are kept of each text. SmolLM2-135M-Instruct ended 6
+# of 16 replies within 512 tokens, of chats of 226 tokens, and wrote 1.4 user's turns of up to 96 tokens for each used
+# one; Gemma-3-270M wrote texts of 722 tokens, of at most 1024
 _BATCH = {"chats": (650, 85), "own_texts": (1024, 722)}
 
 

@@ -53,10 +53,10 @@ def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch,
     def extended(given, **options):
         calls.append((given, options))
         folder = options["output"]
-        return Extended(folder, folder / "model", {}, folder / "report.html", ["table"], ["Won: x"], ["asked"])
+        return Extended(folder, folder / "model", {}, folder / "report.html", ["table"], ["Better: x"], ["question"])
 
     monkeypatch.setattr(run_module, "extend", extended)
-    for begin in ("This takes SmolLM2", "\ntable\n"):  # the second time the model is there
+    for begin in ("This extends the context window of SmolLM2", "\ntable\n"):  # the second time the model is there
         assert demo() == 0
         printed = capsys.readouterr().out
         assert printed.startswith(begin) and "Warning" not in printed
@@ -74,9 +74,19 @@ def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch,
 def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, monkeypatch, capsys):
     assert demo() == 0
     printed, errors = capsys.readouterr()
-    assert printed.index("Unpacking the model") < printed.index("What will be done") < printed.index("Training, and")
+    assert (
+        printed.index("Unpacking the model") < printed.index("How the context window") < printed.index("Training, and")
+    )
     end = printed[printed.index("  before") :]
-    for part in ("passkeys found at 1,500 tokens", "Won: ", "Lost: ", "  asked:", "  before:", "  after:", "Model:"):
+    for part in (
+        "passkeys found at 1,500 tokens",
+        "Better: ",
+        "Worse: ",
+        "  question:",
+        "  before:",
+        "  after:",
+        "Model:",
+    ):
         assert part in end
     assert end.splitlines()[-1].startswith("Next, with long texts of your own: ")
     assert " extend out/SmolLM2-135M-Instruct --to 65536 --data YOUR_TEXTS.jsonl" in end.splitlines()[-1]

@@ -77,7 +77,7 @@ def test_a_model_is_extended_measured_and_exported(whole, weights):
     assert done.model.name == "model" and list(done.commands) == ["transformers"]
     assert done.report.name == "report.html" and (out / "report/results.json").is_file()
     assert any(line.startswith("passkeys found at 1,500 tokens") for line in done.table)
-    for word in ("Won: ", "Lost: "):
+    for word in ("Better: ", "Worse: "):
         assert any(line.startswith(word) for line in done.verdict)
 
 
@@ -221,13 +221,13 @@ def test_the_folder_of_another_run_is_refused(folder, finished):
         ),
         (
             {"rescale": "yarn", "rescale_args": {"factor": 1.5}},
-            "--rescale yarn: its window is 1200 positions, and --to asks",
+            "--rescale yarn: its window is 1200 positions, and --to is 1600",
         ),
         ({"rescale": "none"}, "--rescale none: Unknown rescaling 'none'. Known: abf, drop-rope, dynamic-ntk"),
         ({"rescale": "skip"}, "--rescale skip: 'skip' is a view; a rescaling is one of abf"),
         ({"rescale_args": {"factor": 2.0}}, "--rescale-args needs --rescale"),
         ({"model": "nothing"}, "there is no folder nothing, and a hub id has"),
-        ({"row_length": 900}, "--row-length must be at most the window of 800"),
+        ({"row_length": 900}, "--row-length must be at most the context window of 800"),
         ({"row_length": 0}, "--row-length must be an integer of at least 1, got 0"),
         ({"short": 3}, "--short must be a share from 0 to 1, got 3"),
         ({"short": -0.5}, "--short must be a share from 0 to 1, got -0.5"),
