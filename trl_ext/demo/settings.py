@@ -14,8 +14,8 @@ ROWS_PER_STEP = {"cuda": 8, "cpu": 2}
 # a case that was measured on a GPU (research/results/keeping.md), with a quarter of the rows and fewer prompts
 _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 
-# Two cores read a row of 12288 tokens in about a minute, most of the demo's time. They write eight chats in a minute, of
-# which one or two end, so there are no rows of chats.
+# Two cores read a row of 12288 tokens in about a minute, which takes most of the time. They write eight chats in a
+# minute, of which one or two end, so there are no rows of chats.
 _CPU: dict[str, Any] = {
     "rows": 12,
     "row_length": 1024,

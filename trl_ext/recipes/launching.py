@@ -1,4 +1,4 @@
-"""`--accelerate-config NAME`: the same command on several GPUs, started by accelerate."""
+"""`--accelerate-config NAME`: run the command on several GPUs by accelerate."""
 
 import logging
 import os
@@ -66,22 +66,23 @@ class Launch:
 
     @classmethod
     def take(cls, arguments: Sequence[str]) -> "tuple[Launch | None, list[str]]":
-        """The launch that flags ask for, None without any, and the other arguments.
+        """The launch by its flags, None without any, and the other arguments.
 
         Raises:
-            ValueError: a flag lacks its value, is no number where one is needed, or stands without --accelerate-config.
+            ValueError: a flag lacks its value, or has a wrong one, or --accelerate-config is missing.
         """
         values: dict[str, str] = {}
         rest: list[str] = []
-        left = [part for argument in arguments for part in _split(argument)]
+        left = list(arguments)
         while left:
-            flag = left.pop(0)
+            argument = left.pop(0)
+            flag, equals, value = argument.partition("=")
             if flag not in _FLAGS:
-                rest.append(flag)
-            elif not left:
+                rest.append(argument)
+            elif not equals and not left:
                 raise ValueError(f"{flag} needs a value.")
             else:
-                values[flag] = left.pop(0)
+                values[flag] = value if equals else left.pop(0)
         if not values:
             return None, rest
         if _FLAGS[0] not in values:
@@ -96,7 +97,7 @@ class Launch:
             ValueError: there is no such config, no GPU, no DeepSpeed where it is needed, or GPUs cannot be shared so.
             KeyboardInterrupt: the user has stopped it.
         """
-        # imported here, as some builds of torch lack it and single-process runs need this module
+        # imported here, as some builds of torch lack it, and runs in one process need this module
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -152,7 +153,7 @@ class Launch:
         shared = n if self.ranks_per_sequence is None else self.ranks_per_sequence
         if shared < 2 or n % shared:
             raise ValueError(
-                f"GPUs that share a row must be 2 or more and divide all GPUs, got {shared} of {n}: change "
+                f"GPUs that share a sequence must be 2 or more and divide all GPUs, got {shared} of {n}: change "
                 "--ranks-per-sequence or --num-processes."
             )
         sizes = {f"{engine}_size": shared}
@@ -166,7 +167,7 @@ class Launch:
 
 
 def _launch(arguments: list[str], failures: Path) -> None:
-    """Run accelerate's launcher in this process, without its own report, which does not say why a rank failed."""
+    """Run accelerate's launcher in this process, without its report, which does not show why a rank failed."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     reports = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -187,7 +188,7 @@ def _failure_of(error: "ChildFailedError | subprocess.CalledProcessError", folde
         return left or RankFailure(0, error.returncode, f"the process ended with status {error.returncode}.", 0.0)
     rank, first = error.get_first_failure()
     for other, process in error.failures.items():
-        # a rank that the system kills writes no report, and ranks that wait for it fail after it
+        # a rank that the system kills writes no report, and the ranks that wait for it fail later
         if process.signal_name() in _OF_SYSTEM and process.timestamp <= first.timestamp + 1:
             what = f"rank {other} was ended by {process.signal_name()}"
             memory = ": the memory of the host may be too small" if process.signal_name() == "SIGKILL" else ""
@@ -196,11 +197,6 @@ def _failure_of(error: "ChildFailedError | subprocess.CalledProcessError", folde
         traceback = "\n" in left.text
         return replace(left, text=f"rank {left.rank} has failed:\n{left.text}") if traceback else left
     return RankFailure(rank, first.exitcode, f"rank {rank} ended with status {first.exitcode}.", 0.0)
-
-
-def _split(argument: str) -> list[str]:
-    flag, equals, value = argument.partition("=")
-    return [flag, value] if equals and flag in _FLAGS else [argument]
 
 
 def _number(flag: str, value: str) -> int:

@@ -28,8 +28,8 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] whose errors name the file, the key and a suggestion.
 
-    The command line wins over the recipe after `--config`, as in TRL. Long documents are cut unless one of the two says
-    otherwise (`LONG_DOCUMENTS`). A recipe may also be the first argument, without a flag.
+    Flags win over the recipe after `--config`, as in TRL. A recipe may also be the first argument, without a flag. Long
+    documents are cut unless recipe or flags set it (`LONG_DOCUMENTS`).
 
     Args:
         dataclass_types: their fields are the keys of the recipe and the flags of the command line.
@@ -84,36 +84,27 @@ class RecipeParser(TrlParser):
         Raises:
             ValueError: a key, a flag or a value that no field takes, or what the dataclasses refuse.
         """
-        self._check_keys(source, keys)
-        self._check_values(source, keys)
+        known = {action.dest for action in self._actions} - {"help"} | {"env"}  # environment variables, as in TRL
+        for name in keys:
+            if name not in known:
+                raise ValueError(f"{unknown('key', name, known, of=source)} --help-all explains each.")
+        if DatasetMixtureConfig in list(self.dataclass_types) and keys.get("datasets") is not None:
+            _check_datasets(source, keys["datasets"])
+        for kind in self.dataclass_types:
+            for name, hint in get_type_hints(kind).items():
+                if name != "datasets" and keys.get(name) is not None and not _fits(hint, keys[name]):
+                    raise ValueError(f"{name} in {source} must be {_described(hint)}, got {shown(keys[name])}.")
         defaults = with_home(dict(keys))
         os.environ.update({name: str(value) for name, value in (defaults.pop("env", None) or {}).items()})
         self.set_defaults_with_config(**defaults)
         *parsed, rest = self.parse_args_into_dataclasses(list(flags), return_remaining_strings=True)
-        if rest:
-            raise self._unknown_argument(rest[0])
-        return tuple(parsed)
-
-    def _check_keys(self, path: str, recipe: Mapping[Any, Any]) -> None:
-        known = {action.dest for action in self._actions} - {"help"} | {"env"}  # environment variables, as in TRL
-        for name in recipe:
-            if name not in known:
-                raise ValueError(f"{unknown('key', name, known, of=path)} --help-all explains each.")
-        if DatasetMixtureConfig in list(self.dataclass_types) and recipe.get("datasets") is not None:
-            _check_datasets(path, recipe["datasets"])
-
-    def _check_values(self, path: str, recipe: Mapping[str, Any]) -> None:
-        for kind in self.dataclass_types:
-            for name, hint in get_type_hints(kind).items():
-                if name != "datasets" and recipe.get(name) is not None and not _fits(hint, recipe[name]):
-                    raise ValueError(f"{name} in {path} must be {_described(hint)}, got {shown(recipe[name])}.")
-
-    def _unknown_argument(self, argument: str) -> ValueError:
-        if not argument.startswith("-"):
-            return ValueError(f"{argument!r} belongs to no flag; a recipe comes first, and flags are --NAME VALUE.")
-        flag, _, _ = argument.partition("=")
-        known = {f"--{action.dest.replace('_', '-')}" for action in self._actions}
-        return ValueError(f"{unknown('flag', flag.replace('_', '-'), known)} --help-all explains them.")
+        if not rest:
+            return tuple(parsed)
+        if not rest[0].startswith("-"):
+            raise ValueError(f"{rest[0]!r} belongs to no flag; a recipe comes first, and flags are --NAME VALUE.")
+        flag = rest[0].partition("=")[0].replace("_", "-")
+        flags_known = {f"--{action.dest.replace('_', '-')}" for action in self._actions}
+        raise ValueError(f"{unknown('flag', flag, flags_known)} --help-all explains them.")
 
 
 def with_config_flag(arguments: Sequence[str]) -> list[str]:
@@ -122,7 +113,9 @@ def with_config_flag(arguments: Sequence[str]) -> list[str]:
     Raises:
         ValueError: a recipe is named in both ways.
     """
-    parts = [part for argument in arguments for part in _parts(argument)]
+    parts: list[str] = []
+    for argument in arguments:
+        parts += argument.split("=", 1) if argument.startswith("--config=") else [argument]
     if not parts or parts[0].startswith("-"):
         return parts
     if "--config" in parts:
@@ -193,10 +186,6 @@ def read_yaml(path: Path, called: str) -> Any:
         raise ValueError(f"{called} is no YAML: {error}") from error
 
 
-def _parts(argument: str) -> list[str]:
-    return argument.split("=", 1) if argument.startswith("--config=") else [argument]
-
-
 def _check_datasets(path: str, entries: object) -> None:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(
@@ -223,16 +212,12 @@ def _fits(hint: Any, value: Any) -> bool:
     if origin is bool and isinstance(value, str):
         return _reads_as(string_to_bool, value)
     if origin in (int, float):
-        return _is_number(origin, value)
+        if isinstance(value, str):  # YAML reads 1e-5, which has no dot, as a text
+            return _reads_as(origin, value)
+        return not isinstance(value, bool) and isinstance(value, int if origin is int else int | float)
     if origin is list:
         return isinstance(value, list | str)  # TRL's parser makes a text a list of one
     return not isinstance(origin, type) or isinstance(value, origin)
-
-
-def _is_number(kind: type, value: Any) -> bool:
-    if isinstance(value, str):  # YAML reads 1e-5, which has no dot, as a text
-        return _reads_as(kind, value)
-    return not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
 
 
 def _reads_as(kind: Any, text: str) -> bool:
@@ -258,7 +243,7 @@ def _described(hint: Any) -> str:
 
 def shown(value: object) -> str:
     """A value of YAML for a message."""
-    if isinstance(value, bool):  # `no` and `off`, without quotation marks
-        return f"{value}, as YAML reads yes, no, on and off: put the word in quotation marks if it is meant as a text"
+    if isinstance(value, bool):  # from `no` and `off` without quotation marks
+        return f"{value}, as YAML reads yes, no, on and off: put the word in quotation marks if it is a text"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -191,7 +191,7 @@ def _require_texts(kind: Kind, texts: Ids) -> None:
 def _text_rows(pieces: Pieces, length: int, label: bool, rng: random.Random) -> Iterator[Row]:
     begin = SpecialTokens.of(pieces.tokenizer).begin
     while True:
-        yield Row.all_alike("text", [*begin, *pieces.draw(length - len(begin), rng)], label)
+        yield Row.with_one_label("text", [*begin, *pieces.draw(length - len(begin), rng)], label)
 
 
 class _Pool:
@@ -211,4 +211,4 @@ class _Pool:
                 room = length - len(ids)
                 number = next((k for k, text in enumerate(self.left) if len(text) <= room), 0)
                 ids += self.left.pop(number)[:room]
-            yield Row.all_alike(self.kind, ids, label)
+            yield Row.with_one_label(self.kind, ids, label)

@@ -18,7 +18,7 @@ from rope_patch.rope.rotary import find_decoder
 
 from .turns import SampledTurns
 
-# fixed and not by free memory, so that a seed gives the same texts each time. On a GPU a small model's step mostly
+# fixed and not by free memory, so that a seed gives the same texts each time. On a GPU a step of a small model mostly
 # reads weights and launches kernels, which more rows share; a CPU is busy with few
 AT_ONCE = {"cuda": 1024, "cpu": 8}
 """Texts that are written at once, by device."""
@@ -238,7 +238,7 @@ class _Sampler:
             )
 
     def batches(self, batch: Callable[[int], list[list[int]]], nothing: str) -> Iterator[list[int]]:
-        """Texts of one batch after another, halved where memory runs out."""
+        """Texts of one batch after another; batches are halved when memory runs out."""
         fruitless = 0
         while True:
             try:

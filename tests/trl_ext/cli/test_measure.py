@@ -55,14 +55,15 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, monkeypatch, capsys
     with monkeypatch.context() as context:
         context.setattr(rope_patch.eval, "write_report", full)
         assert run(folder, "eval", *arguments) == 2
-    assert f"eval: {folder}/report could not be written, on a disk with " in capsys.readouterr().err
+    out, errors = capsys.readouterr()
+    assert f"eval: {folder}/report could not be written, on a disk with " in errors
+    assert "passkey, 400: 0.000 as written" in out
     for name in ("cliff", "passkey"):  # measured already
         monkeypatch.setitem(MEASURES, name, replace(MEASURES[name], run=lambda _: pytest.fail("measured")))
     assert run(folder, "eval", *arguments) == 0
     out = capsys.readouterr().out
     assert "native" in out and "cliff" in out and f"Report: {report}/report.html" in out
-    assert "passkey, 400: 0.000 as written" in out, out[-1500:]
-    assert " is worse than native in" in out, out[-900:]
+    assert "pi is worse than native in" in out
     assert f"compared over one context window: {WINDOW} positions, the context window of native." in out
     stored = json.loads((report / "results.json").read_text())
     assert list(stored["results"]) == ["cliff", "passkey"]

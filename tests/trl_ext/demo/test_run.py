@@ -74,9 +74,7 @@ def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch,
 def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, monkeypatch, capsys):
     assert demo() == 0
     printed, errors = capsys.readouterr()
-    assert (
-        printed.index("Unpacking the model") < printed.index("How the context window") < printed.index("Training, and")
-    )
+    assert printed.index("Unpacking the model") < printed.index("How the context") < printed.index("Training, and")
     end = printed[printed.index("  before") :]
     for part in (
         "passkeys found at 1,500 tokens",

@@ -83,10 +83,12 @@ def test_no_more_gpus_are_advised_than_there_are(tmp_path, monkeypatch):
     )
     config = tiny().config
     one = engine_advice(config, settings(tmp_path), None, None, [1, 2], available=1)
-    assert "  2 GPUs fsdp2" in one and "is enough, with long_rows, which switches itself on: rope-patch train" in one
+    assert (
+        "  2 GPUs fsdp2" in one and "is enough, with long_rows, which is switched on automatically: rope-patch" in one
+    )
     fake[0] = EngineNeed("ddp", 1, 200, 190)
     one = engine_advice(config, settings(tmp_path), None, None, [1, 2], available=1)
-    assert "None fits what torch sees here, 1 of 0.0 GiB for a step: train adapters" in one
+    assert "None fits here, on 1 GPUs with 0.0 GiB for a step: train adapters" in one
     assert "--accelerate-config fsdp2 --num-processes 2" in engine_advice(
         config, settings(tmp_path), None, None, [1, 2]
     )
