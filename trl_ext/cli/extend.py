@@ -53,12 +53,7 @@ def add_commands(commands: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> None:
-    """Add device, seed, and the settings that are chosen automatically unless given.
-
-    Args:
-        parser: of the command.
-        rows_per_step: its default, for the help.
-    """
+    """Add device, seed, and the settings that are chosen automatically; the help names a default `rows_per_step`."""
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
     parser.add_argument("--seed", type=int, default=0, help="of all random draws; default: 0")
     chosen = parser.add_argument_group("settings", "Chosen automatically unless given.")

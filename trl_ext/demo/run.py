@@ -23,10 +23,6 @@ def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
         folder: for all results and the unpacked model.
         device: "cpu" or "cuda".
         given: options of `extend` that the user has set.
-
-    Raises:
-        FileNotFoundError: the package with the model is not installed.
-        ValueError: as `extend`.
     """
     model, library = folder / NAME, folder / "library.jsonl"
     options = settings(device, given)

@@ -46,12 +46,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, name: str, revision: str | None = None, commit: str | None = None) -> "ModelFacts":
-        """Read config and tokenizer; no weights.
-
-        Args:
-            name: hub id or folder.
-            revision: of a model on the hub; None is "main".
-            commit: with which a resumed run began; None takes the current one of the revision.
+        """Read config and tokenizer, no weights; a resumed run gives the `commit` with which it began.
 
         Raises:
             ValueError: no such model or revision, a revision of a folder, a model without RoPE, context window or
@@ -93,11 +88,7 @@ class ModelFacts:
         return self.commit or self.revision
 
     def load(self, dtype: torch.dtype) -> Any:
-        """The model with its weights, on the CPU.
-
-        Raises:
-            ValueError: weights are missing, of another shape, or damaged.
-        """
+        """The model with its weights, on the CPU."""
         return load_checkpoint(self.name, dtype=dtype, revision=self.base_revision)
 
     def twin(self) -> PreTrainedModel:

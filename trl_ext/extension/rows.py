@@ -19,11 +19,7 @@ _TEXT_TOKENS = 1024
 
 
 def check(facts: ModelFacts, choices: Choices, texts: list[str]) -> None:
-    """Make a row of questions of each length, to raise before any work if they do not fit.
-
-    Raises:
-        ValueError: the facts take more tokens than a row has.
-    """
+    """Make a row of questions of each length, to raise ValueError before any work if they do not fit."""
     value = choices.rows.value
     if "questions" not in value["shares"]:
         return

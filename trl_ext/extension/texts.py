@@ -29,11 +29,7 @@ class Texts:
 def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: int) -> Texts:
     """Read the documents of `options.data`, and hold some out to measure on if they are long enough.
 
-    Args:
-        facts: whose tokenizer reads them.
-        options: name the files.
-        row_length: tokens of a training row.
-        n_rows: rows of the target's length to measure on.
+    There has to be text for a training row of `row_length` tokens and `n_rows` rows of the target's length.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -87,9 +83,6 @@ def _measurable(facts: ModelFacts, texts: list[str], length: int, n_rows: int) -
     """`texts` and ""; if they are too few for `n_rows` rows (a text gives one row), parts of them and a note.
 
     Each text is cut into as few parts as give the rows. A short text gives none, so that a long one gives more.
-
-    Raises:
-        ValueError: there is too little text.
     """
     try:
         _require(facts, texts, length, n_rows)

@@ -88,14 +88,7 @@ def n_steps(n_rows: int, rows_per_step: int) -> int:
 
 
 def train(keys: dict[str, Any], options: ExtendOptions, n_rows: int, tell: Callable[[str], None]) -> Trained:
-    """Write the recipe `keys`, train, and export to the folder "model"; resumes an interrupted call.
-
-    Args:
-        keys: of `recipe`.
-        options: of the extension.
-        n_rows: training rows.
-        tell: called with each line of output.
-    """
+    """Write the recipe `keys`, train, and export to the folder "model"; the same call resumes a stopped one."""
     file = options.folder / RECIPE
     file.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
     progress = _Progress(tell, n_rows, options.rows_per_step)
@@ -107,9 +100,9 @@ def train(keys: dict[str, Any], options: ExtendOptions, n_rows: int, tell: Calla
 
 
 class _Progress(TrainerCallback):
-    """A progress bar over rows with the last loss; the remaining time is printed once, after the first steps.
+    """A progress bar over rows, as a step may take minutes, with the last loss.
 
-    A step on long rows takes minutes, so the bar moves with every forward and backward.
+    The remaining time is printed once, after the first steps.
     """
 
     def __init__(self, tell: Callable[[str], None], n_rows: int, rows_per_step: int) -> None:
@@ -120,7 +113,7 @@ class _Progress(TrainerCallback):
         self.is_told = False
 
     def close(self) -> None:
-        """Close the bar, also of a stopped training: it would be drawn again below later output."""
+        """Close the bar, which would otherwise be drawn again below later output."""
         self.bar.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

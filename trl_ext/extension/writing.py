@@ -27,15 +27,7 @@ _BATCH = {"chats": (650, 85), "own_texts": (1024, 722)}
 
 
 def seconds_of_writing(facts: ModelFacts, device: str, kind: str, tokens: int, a_step: float) -> float:
-    """Seconds that `tokens` of "chats" or "own_texts" take.
-
-    Args:
-        facts: of the model that writes.
-        device: "cpu" or "cuda".
-        kind: of rows.
-        tokens: that are kept.
-        a_step: seconds in which each text of a batch gets one token.
-    """
+    """Seconds to write `tokens` of "chats" or "own_texts", with `a_step` seconds for a decoding step of a batch."""
     steps, kept = _BATCH[kind]
     longest = min(steps, facts.window // 2)
     batches = -(-tokens // (AT_ONCE[device] * min(kept, longest)))
@@ -47,10 +39,6 @@ def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
 
     Times a model of the same shape with random weights. A model of more than 128 MiB is timed with fewer layers, and
     the time is scaled by the weights that a step reads.
-
-    Args:
-        facts: of the model.
-        device: "cpu" or "cuda".
     """
     dtype = torch.float32 if device == "cpu" else facts.dtype
     size = facts.size

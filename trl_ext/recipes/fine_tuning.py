@@ -231,16 +231,7 @@ def _train(
     trainer_class: type[RopeSFTTrainer] | None,
     progress: TrainerCallback | None,
 ) -> Figures:
-    """Train one stage, or a recipe without stages, and save the result in its folder.
-
-    Args:
-        stage: of a recipe, or the recipe.
-        text: of `read_dataset`.
-        hub_model: of `_model`.
-        before: folder of the stage before.
-        trainer_class: as of `run`.
-        progress: as of `run`.
-    """
+    """Train a stage, which begins from the result in the folder `before`, and save the result in its folder."""
     training = stage.training
     loading = stage.loading if hub_model is None else {**stage.loading, "revision": hub_model["model_commit"]}
     given: dict[str, Any] = {"model": stage.model.model_name_or_path, "peft_config": adapter_config(stage.model)}
@@ -306,11 +297,7 @@ def _how_to_resume(stage: Stage, begun: float) -> str:
 
 
 def _hub_model_of(training: Any) -> dict[str, Any]:
-    """The model on the hub that the checkpoint to resume from began with, {} if it names none.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is not whole.
-    """
+    """The model on the hub with which the checkpoint to resume from was begun, {} if there is none."""
     checkpoint = training.resume_from_checkpoint
     if checkpoint is None:
         return {}
@@ -327,11 +314,7 @@ def _hub_model_of(training: Any) -> dict[str, Any]:
 def _model(stage: Stage, begun: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     """The config of the model, and for one on the hub its name, revision and commit, None for a folder.
 
-    A resumed run keeps the commit that it began with: the branch may have moved since.
-
-    Args:
-        stage: of a recipe, or the recipe.
-        begun: the model on the hub that a resumed run began with.
+    A resumed run keeps the commit of `begun`, the model with which it began: the branch may have moved since.
     """
     model, training = stage.model, stage.training
     name, revision = str(model.model_name_or_path), stage.loading["revision"]
@@ -389,12 +372,7 @@ def plan_recipe(
 
 
 def require_model(model: ModelConfig, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The config of the model.
-
-    Args:
-        model: as the recipe says.
-        revision: on the hub that is looked at; None is the one that the recipe says.
-        trust_remote_code: run code that the model brings.
+    """The config of the model at a revision on the hub, by default that of the recipe.
 
     Raises:
         ValueError: it is no model, or options of adapters have no effect.

@@ -38,7 +38,7 @@ def config_names() -> list[str]:
 
 
 def quiet_other_ranks() -> None:
-    """Silence all but errors on ranks other than the first, which logs for all."""
+    """Silence all but errors on ranks other than the first."""
     if os.environ.get("RANK", "0") == "0":
         return
     from datasets import disable_progress_bars
@@ -66,11 +66,7 @@ class Launch:
 
     @classmethod
     def take(cls, arguments: Sequence[str]) -> "tuple[Launch | None, list[str]]":
-        """The launch by its flags, None without any, and the other arguments.
-
-        Raises:
-            ValueError: a flag lacks its value, or has a wrong one, or --accelerate-config is missing.
-        """
+        """The launch by its flags, None without any, and the other arguments."""
         values: dict[str, str] = {}
         rest: list[str] = []
         left = list(arguments)

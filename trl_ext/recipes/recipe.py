@@ -61,13 +61,10 @@ class RecipeParser(TrlParser):
     def parse_args_and_config(  # type: ignore[override]  # whose other options are for launchers
         self, args: Iterable[str] | None = None
     ) -> tuple[Any, ...]:
-        """The dataclasses, from the recipe behind `--config` and the flags.
-
-        Args:
-            args: of the command line; None takes those of the process.
+        """The dataclasses, from the recipe after `--config` and the flags; None takes those of the process.
 
         Raises:
-            ValueError: a key, a flag or a value that no field takes, or what the dataclasses refuse.
+            ValueError: as `parse`.
             OSError: there is no such recipe.
         """
         keys, flags, source = recipe_and_flags(list(sys.argv[1:] if args is None else args))
@@ -108,11 +105,7 @@ class RecipeParser(TrlParser):
 
 
 def with_config_flag(arguments: Sequence[str]) -> list[str]:
-    """`RECIPE.yaml ...` and `--config=RECIPE.yaml ...` as `--config RECIPE.yaml ...`.
-
-    Raises:
-        ValueError: a recipe is named in both ways.
-    """
+    """`RECIPE.yaml ...` and `--config=RECIPE.yaml ...` as `--config RECIPE.yaml ...`; both are a ValueError."""
     parts: list[str] = []
     for argument in arguments:
         parts += argument.split("=", 1) if argument.startswith("--config=") else [argument]
@@ -124,12 +117,7 @@ def with_config_flag(arguments: Sequence[str]) -> list[str]:
 
 
 def recipe_and_flags(arguments: Sequence[str]) -> tuple[dict[Any, Any], list[str], str]:
-    """The keys of the recipe behind `--config`, the flags, and the path of the recipe; no keys without one.
-
-    Raises:
-        ValueError: nothing stands behind `--config`, or the file is no YAML mapping.
-        OSError: it cannot be read.
-    """
+    """The keys of the recipe after `--config`, the flags, and the path of the recipe; no keys without one."""
     flags = with_config_flag(normalized(arguments))
     if "--config" not in flags:
         return {}, flags, "the recipe"
@@ -141,12 +129,7 @@ def recipe_and_flags(arguments: Sequence[str]) -> tuple[dict[Any, Any], list[str
 
 
 def read_recipe(path: Path) -> dict[Any, Any]:
-    """The keys and values of a recipe.
-
-    Raises:
-        ValueError: the file is no YAML mapping.
-        OSError: it cannot be read.
-    """
+    """The keys and values of a recipe; ValueError if the file is no YAML mapping, OSError if it cannot be read."""
     recipe = read_yaml(path, f"the recipe {path}")
     if not isinstance(recipe, dict):
         raise ValueError(f"the recipe {path} must be a YAML mapping, lines of `name: value`, got {shown(recipe)}.")
@@ -169,12 +152,7 @@ class _OnceEach(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, called: str) -> Any:
-    """The content of a YAML file, which errors name `called`.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no YAML, or has a key twice.
-    """
+    """The content of a YAML file, which errors name `called`; ValueError if it is no YAML or has a key twice."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # noqa: S506
     except OSError as error:
