@@ -213,9 +213,8 @@ class _Run:
         return [target for target in self.options.targets if target != "transformers"]
 
     def _is_trained(self) -> bool:
-        """Whether the training has ended and its result was exported."""
-        folder = self.options.folder
-        return (folder / "training/stage.json").is_file() and (folder / "model/config.json").is_file()
+        """Whether the result of the training was exported; the folder of the training may be gone since."""
+        return (self.options.folder / "model/config.json").is_file()
 
     def _file_of(self, step: str) -> Path:
         return self.options.folder / "stages" / f"{step}.json"
