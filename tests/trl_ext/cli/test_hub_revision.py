@@ -170,8 +170,6 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(command, why, folde
     "command",
     [
         ["export", "", "--output", "out"],
-        ["check", ""],
-        ["rows", "", "--output", "rows.jsonl", "--text", "text.txt"],
         ["extend", "", "--to", "512", "--data", "../text.txt", "--output", "out"],
     ],
     ids=lambda command: command[0],

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import re
-import runpy
 import sys
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from tokenizers import normalizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch.eval
-from rope_patch import __version__, patch_model
+from rope_patch import patch_model
 from rope_patch.eval import MEASURES
 from rope_patch.views import Uniform
 from trl_ext import cli
@@ -252,26 +251,11 @@ def test_a_missing_matplotlib_shows_before_a_model_is_loaded(command, folder, mo
     assert "plots need matplotlib: pip install 'rope-patch[plots]'." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["trl_ext", "trl_ext.cli", "rope_patch"])
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_modules_run_as_commands(module, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [module, "--version"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(module, run_name="__main__", alter_sys=False)
-    assert not end.value.code and capsys.readouterr().out == f"rope-patch {__version__}\n"
-
-
 def test_the_core_package_names_the_command_line(monkeypatch, capsys):
     from rope_patch.__main__ import main
 
     assert main([]) == 0 and "python -m trl_ext" in capsys.readouterr().out
     assert main(["eval", "--model", "x"]) == 2 and "python -m trl_ext" in capsys.readouterr().err
-
-
-def test_a_traceback_is_shown_on_request(folder, monkeypatch, capsys):
-    monkeypatch.setenv("ROPE_PATCH_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="--trials must be an integer of at least 1"):
-        run(folder, "eval", "--model", "tiny", "--trials", "0")
 
 
 def test_eval_loads_adapters_with_their_rope(folder):
