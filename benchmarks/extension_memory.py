@@ -84,7 +84,7 @@ def choices_of(length: int, train: str, checkpointing: bool, objective: str, win
     """Those that `extend` would make, but for what the case says."""
 
     def one(value: Any) -> Choice:
-        return Choice("", value, "", "", "asked for", "")
+        return Choice("", value, "", "", "your choice", "")
 
     pose = {"view": "pose", "target": 8 * window, "chunks": 4}
     native = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3} if objective == "native-distill" else {}

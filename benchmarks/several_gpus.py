@@ -4,7 +4,7 @@ Run:   python benchmarks/several_gpus.py --out FILE.jsonl [--gpus 1 2] [--cases 
            [--length 65536] [--long_rows on] [--steps 2] [--minutes 9]
 Shape: random weights, gradient checkpointing, AdamW, bf16. All weights, float32, of Qwen3-4B's shape or, for
 relation-distill and clm-lora, adapters of rank 64 on q, k and v of Llama-3-8B's. On several GPUs a case is started by
-accelerate with the config that `rope-patch train --accelerate_config NAME` takes; on one it is a plain process.
+accelerate with the config that `rope-patch train --accelerate-config NAME` takes; on one it is a plain process.
 
 Cases with rows of their own on each GPU, so that tokens grow with the GPUs:
   self-distill      one row of 65536 tokens a GPU, a skip in the middle, in one forward        fsdp2
@@ -58,7 +58,7 @@ class Case:
     """What is trained, on what rows, under which engine.
 
     Args:
-        engine: name of `--accelerate_config` on several GPUs.
+        engine: name of `--accelerate-config` on several GPUs.
         length: tokens of a row.
         fields: of RopeSFTConfig.
         shape: of the model.

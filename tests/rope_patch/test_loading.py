@@ -105,7 +105,7 @@ def test_the_command_line_stacks_too(tmp_path):
     merged = patch_model(fresh(tmp_path, "merged"), "yarn", factor=2.0)
     ids = tokens(2, 40)
     torch.testing.assert_close(model(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="says what RoPE the adapter was trained with. Leave @native out"):
+    with pytest.raises(ValueError, match="records the RoPE that the adapter was trained with. Leave @native out"):
         ModelSpec.parse(f"{adapter}@native").check()
 
 

@@ -45,10 +45,10 @@ class Method:
         kind: a value of `KINDS`.
         name: in the registry.
         what: the first paragraphs of its docstring, formulas among them.
-        when: the sentence that says when to take it; "" if its docstring has none.
+        when: the sentence that says when to use it; "" if its docstring has none.
         source: paper, equation and section; "" if its docstring has none.
         options: in the order of its docstring.
-        synonyms: what others call it.
+        synonyms: names that others use.
     """
 
     kind: str
@@ -84,7 +84,7 @@ def options_of(cls: type) -> list[Option]:
 
 
 def _registered() -> Iterator[tuple[str, str, type]]:
-    """What is registered in this process: nothing until a plugin has imported the registries."""
+    """Registered classes: none until a plugin has imported the registries."""
     if "rope_patch" in sys.modules:
         from rope_patch.rescalings import RESCALINGS
         from rope_patch.views import VIEWS

@@ -1,6 +1,7 @@
-"""`rope-patch check`: what works on a model, tried out on it."""
+"""`rope-patch check`: try out on a model what this package does."""
 
 import argparse
+import logging
 import time
 from typing import Any
 
@@ -15,11 +16,11 @@ def add_commands(commands: Any) -> None:
     """Add `check` to the subparsers."""
     check = commands.add_parser(
         "check",
-        help="does it work on my model? Tries out on it what this package does",
-        description="Try out on a model what this package does: views, rescalings, saving, distillation, attention "
-        "implementations. Each check prints a line: ok; refused, with the reason, where the model cannot do it; or "
-        "WRONG, with the numbers, and the exit status is then 1. It takes about a minute for a small model, and memory "
-        "for one copy of the weights.",
+        help="does it work on my model? Tries out what this package does",
+        description="Try out on a model what this package does: views, RoPE scaling, saving, distillation, attention "
+        "implementations. Each check prints a line: ok; refused, with the reason, if the model does not support it; or "
+        "WRONG, with the numbers. The exit status is 1 if any check is WRONG. A small model takes about a minute. "
+        "The command needs memory for one copy of the weights.",
     )
     check.set_defaults(run=run_check_command, output_dir=None)
     check.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")
@@ -28,17 +29,17 @@ def add_commands(commands: Any) -> None:
         "--dtype",
         choices=["auto", "bfloat16", "float16", "float32"],
         default="auto",
-        help="auto is the checkpoint's; float32 tells most; default: %(default)s",
+        help="auto is the checkpoint's; float32 finds the smallest errors; default: %(default)s",
     )
-    check.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    check.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
     check.add_argument("--attn", help="attention implementation, e.g. flash_attention_2; default: the model's")
     check.add_argument(
-        "--tokens", type=int, default=64, help=f"tokens of a row, at least {SHORTEST_ROW}; default: %(default)s"
+        "--tokens", type=int, default=64, help=f"tokens in a sequence, at least {SHORTEST_ROW}; default: %(default)s"
     )
 
 
 def run_check_command(args: argparse.Namespace) -> int:
-    """Check a model; 1 if something is wrong with it."""
+    """Check a model; 1 if a check finds something wrong."""
     if args.tokens < SHORTEST_ROW:
         raise ValueError(f"--tokens must be at least {SHORTEST_ROW}, got {args.tokens}.")
     from rope_patch.base.hub_revision import require_revision
@@ -47,18 +48,28 @@ def run_check_command(args: argparse.Namespace) -> int:
     require_revision(args.model_revision, args.model, "--model-revision")
     require_checkpoint(args.model, "MODEL", args.model_revision)
     import torch
+    from transformers.utils import logging as hf_logging
 
     from rope_patch import describe
+    from rope_patch.checkpoints.checked_loading import load_checkpoint
     from rope_patch.checks.model_checks import CHECKS, CheckedModel, run_check
     from rope_patch.families.attention_calls import attention_name
 
     begin = time.perf_counter()
-    model = _loaded(args, choose_device(args.device, torch.cuda.is_available()))
+    hf_logging.set_verbosity_error()  # what a patch logs is no outcome of a check
+    hf_logging.disable_progress_bar()
+    logging.getLogger("rope_patch").setLevel(logging.ERROR)
+    device = choose_device(args.device, torch.cuda.is_available())
+    model: Any = load_checkpoint(
+        args.model, dtype=args.dtype, revision=args.model_revision, attn_implementation=args.attn
+    )
+    model = model.to(device).eval().requires_grad_(False)
     checked = CheckedModel(model, args.tokens)
     print(describe(model))
     if not checked.plain.isfinite().all():
         raise ValueError(f"the logits of {args.model} are not finite before anything is patched: try another --dtype.")
-    print(f"\n{checked.dtype}, {attention_name(model)}, 2 rows of {checked.n_tokens} tokens on {checked.ids.device}\n")
+    shape = f"2 sequences of {checked.n_tokens} tokens"
+    print(f"\n{checked.dtype}, {attention_name(model)}, {shape} on {checked.ids.device}\n")
     outcomes = []
     for name, check in CHECKS.items():
         start = time.perf_counter()
@@ -68,19 +79,3 @@ def run_check_command(args: argparse.Namespace) -> int:
     wrong, refused = outcomes.count("WRONG"), outcomes.count("refused")
     print(f"\n{wrong} wrong, {refused} refused, {time.perf_counter() - begin:.0f} s")
     return int(wrong > 0)
-
-
-def _loaded(args: argparse.Namespace, device: str) -> Any:
-    import logging
-
-    from transformers.utils import logging as hf_logging
-
-    from rope_patch.checkpoints.checked_loading import load_checkpoint
-
-    hf_logging.set_verbosity_error()  # what a patch would tell of its own accord is no outcome of a check
-    hf_logging.disable_progress_bar()
-    logging.getLogger("rope_patch").setLevel(logging.ERROR)
-    model: Any = load_checkpoint(
-        args.model, dtype=args.dtype, revision=args.model_revision, attn_implementation=args.attn
-    )
-    return model.to(device).eval().requires_grad_(False)

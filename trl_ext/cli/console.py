@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ..engines.device import require_one_process
 from ..engines.rank_failures import is_started_rank
-from ..recipes.home import with_home
-from ..recipes.stopped import SAME_COMMAND_GOES_ON
+from ..recipes.arguments import normalized
+from ..recipes.stopped import SAME_COMMAND_RESUMES
 from .check import add_commands as add_check
 from .demo import add_commands as add_demo
 from .export import add_commands as add_export
@@ -26,21 +26,21 @@ from .user_errors import run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if it is done, 130 if it was stopped by Ctrl-C, 2 after a mistake that the user can mend."""
-    args = _parser().parse_args(with_home(list(sys.argv[1:] if arguments is None else arguments)))
+    """Run one command and return its exit status: 130 after Ctrl-C, 2 after a mistake of the user."""
+    args = _parser().parse_args(normalized(sys.argv[1:] if arguments is None else arguments))
     try:
         return run_command(f"rope-patch {args.command}", lambda: _run(args))
     except KeyboardInterrupt as stopped:
         kept = f" {stopped}" if str(stopped) else ""
         if args.output_dir is not None:
-            kept = f" {SAME_COMMAND_GOES_ON} {args.output_dir}."
+            kept = f" {SAME_COMMAND_RESUMES} {args.output_dir}."
         if not is_started_rank():
             print(f"\nStopped.{kept}", file=sys.stderr)
         return 130
 
 
 def _run(args: argparse.Namespace) -> int:
-    # PEFT imports bitsandbytes wherever that is installed, which then warns of a kernel that nothing here needs
+    # PEFT imports bitsandbytes if it is installed, which then warns of a missing kernel that nothing here uses
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if args.command != "train":
         require_one_process(f"rope-patch {args.command}")
@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(prog="rope-patch", description="Long-context adaptation for Hugging Face models with RoPE.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_demo(commands)
     add_extend(commands)
@@ -68,7 +68,7 @@ def _parser() -> CommandParser:
 
 
 class _Version(argparse.Action):
-    """Prints the version, without importing the package, and with it torch."""
+    """Prints the version without importing the package, which would import torch."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         spec = find_spec("rope_patch")

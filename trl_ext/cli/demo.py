@@ -1,4 +1,4 @@
-"""`rope-patch demo`: `extend` on a model and texts that are installed already."""
+"""`rope-patch demo`: `extend` on a model and texts that are already installed."""
 
 import argparse
 import os
@@ -9,18 +9,19 @@ from ..demo.settings import ROWS_PER_STEP, TO
 from ..engines.device import choose_device
 from .extend import add_options
 
-_NOT_SAID = ("rows_per_step", "facts", "lora_rank", "seed", "held_out", "lengths")
-"""Options with a default in `extend`, of which the demo must know whether they were given."""
+# options with a default in `extend`; the demo has defaults of its own and must see which ones the user has set
+_UNSET = ("rows_per_step", "facts", "lora_rank", "seed", "held_out", "lengths")
 
 
 def add_commands(commands: Any) -> None:
     """Add `demo` to the subparsers."""
     demo = commands.add_parser(
         "demo",
-        help="extend a small model that is installed, in minutes, and see what was won and lost",
-        description="Take SmolLM2-135M-Instruct from its window of 8192 tokens to a longer one, by `rope-patch extend` "
-        "with fewer rows and prompts: measure, train, export, measure again. Model and texts, the sources of Python's "
-        "standard library, are installed; nothing is downloaded. A run that was stopped goes on with the same command.",
+        help="extend the context window of a small model within minutes",
+        description="Extend the context window of SmolLM2-135M-Instruct, which is 8192 tokens. The demo runs "
+        "`rope-patch extend` with fewer training rows and prompts: it measures, trains, exports and measures again. "
+        "The model comes with a Python package, and the texts are the sources of Python's standard library: nothing "
+        "is downloaded. The same command resumes a stopped run.",
     )
     demo.set_defaults(run=run_demo)
     demo.add_argument(
@@ -29,27 +30,27 @@ def add_commands(commands: Any) -> None:
         metavar="DIR",
         type=Path,
         default=Path("rope-patch-demo"),
-        help="folder of everything that is made; default: %(default)s",
+        help="folder for all results; default: %(default)s",
     )
     demo.add_argument(
         "--to",
         type=int,
         metavar="N",
-        help=f"the window that you want, in tokens; default: {TO['cuda']}, on a CPU {TO['cpu']}",
+        help=f"target context window, in tokens; default: {TO['cuda']}, on a CPU {TO['cpu']}",
     )
     add_options(demo, f"8, on a CPU {ROWS_PER_STEP['cpu']}")
-    demo.set_defaults(**dict.fromkeys(_NOT_SAID))
+    demo.set_defaults(**dict.fromkeys(_UNSET))
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Run the demo, and print what was won and lost, and what to type next."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all that is needed is installed
+    """Run the demo, and print the result and the next command."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # model and texts are installed
     try:
         import torch
 
         from ..extension.messages import others_quiet
 
-        with others_quiet():  # packages that are imported say what they miss
+        with others_quiet():  # imported packages warn of optional ones that are missing
             from ..demo.run import next_command, run
         from ..extension.options import ExtendOptions
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`rope-patch export`: what it takes from the command line, and what it prints."""
+"""`rope-patch export`: write a checkpoint for another program."""
 
 import argparse
 from pathlib import Path
@@ -14,15 +14,15 @@ def add_commands(commands: Any) -> None:
     """Add `export` to the subparsers."""
     export = commands.add_parser(
         "export",
-        help="write a checkpoint that another program serves right: adapters merged, both forms of the config, GGUF",
+        help="write a checkpoint that another program serves correctly: merged adapters, both config formats, GGUF",
         description="Write a checkpoint for one program, check it in a process without this package and print the "
-        "command that serves it. What the program would serve wrong is refused, with what to take instead.",
+        "command that serves it. A model that the program would serve wrong is refused, with an alternative.",
     )
     export.set_defaults(run=run_export, output_dir=None)
     export.add_argument(
         "model",
         metavar="MODEL_OR_ADAPTER[@METHOD:OPTION=VALUE,...]",
-        help="hub id or folder of a checkpoint, folder of an adapter; behind @ a rescaling to apply first, e.g. "
+        help="hub id or folder of a checkpoint, or folder of an adapter; after @ a RoPE scaling to apply first, e.g. "
         "my-model@ntk:factor=8",
     )
     add_model_revision(export)
@@ -37,17 +37,17 @@ def add_commands(commands: Any) -> None:
         "--max-shard-gb",
         type=float,
         default=5.0,
-        help="size of one file of weights, in 10^9 bytes; default: %(default)s",
+        help="size of a file of weights, in 10^9 bytes; default: %(default)s",
     )
     export.add_argument(
         "--report",
         type=Path,
-        help="report of `rope-patch eval`, folder or results.json, for the model card; default: the folder "
-        "rope-patch-report in the checkpoint, or beside it if it measured this one",
+        help="report of `rope-patch eval` for the model card: its folder or results.json; default: the folder "
+        "rope-patch-report in the checkpoint, or beside it if it measured this checkpoint",
     )
     export.add_argument(
         "--tokenizer",
-        help="folder or hub id with the tokenizer to copy; default: that in MODEL_OR_ADAPTER, else the base model's",
+        help="folder or hub id of the tokenizer to copy; default: that in MODEL_OR_ADAPTER, else the base model's",
     )
     export.add_argument(
         "--check",
@@ -57,20 +57,8 @@ def add_commands(commands: Any) -> None:
     )
 
 
-def _rescaled(text: str) -> ModelSpec | None:
-    """The model and the rescaling that `text` names; None where it names a model alone.
-
-    Raises:
-        ValueError: another form, or an unknown rescaling.
-    """
-    if "@" not in text or Path(text).exists():
-        return None
-    # `eval` takes LABEL=PATH; a folder may have such a name, too
-    return ModelSpec.parse("model=" + text if "=" in text.rpartition("@")[0] else text)
-
-
 def run_export(args: argparse.Namespace) -> int:
-    """Export, and print what was written and the command that serves it."""
+    """Export, and print the result and the command that serves it."""
     from rope_patch import export
     from rope_patch.base.hub_revision import require_revision
     from rope_patch.checkpoints.weights_in_parts import require_whole_weights
@@ -79,7 +67,7 @@ def run_export(args: argparse.Namespace) -> int:
 
     from ..runs.checkpoint import ADAPTER_CONFIG, require_checkpoint
 
-    spec = _rescaled(args.model)
+    spec = ModelSpec.parse(args.model) if "@" in args.model else None
     path = args.model if spec is None else spec.path
     require_revision(args.model_revision, path, "--model-revision")
     require_whole_weights(path, "MODEL_OR_ADAPTER")

@@ -1,4 +1,4 @@
-"""`rope-patch extend`: what it takes from the command line, and what it prints."""
+"""`rope-patch extend`: extend the context window of a model."""
 
 import argparse
 import json
@@ -8,22 +8,22 @@ from typing import Any
 
 from .export import TARGETS
 from .hub_revision import add_model_revision
-from .rows import _shares
+from .rows import shares
 
 
 def add_commands(commands: Any) -> None:
     """Add `extend` to the subparsers."""
     extend = commands.add_parser(
         "extend",
-        help="one command from a model to a longer one: plan, measure, train, export, measure again",
-        description="Take a model from the window that it was trained on to a longer one, so that it keeps what it "
-        "could do. What to do is chosen by what was measured and by what fits this machine, and told with its reasons. "
-        "A run that was stopped goes on with the same command.",
+        help="extend the context window of a model: plan, measure, train, export, measure again",
+        description="Extend the context window of a model, so that it keeps its abilities within the old one. Settings "
+        "follow measurements and the memory of this machine, and the plan gives the reason of each. The same command "
+        "resumes a stopped run.",
     )
     extend.set_defaults(run=run_extend)
     extend.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")
     add_model_revision(extend)
-    extend.add_argument("--to", type=int, required=True, metavar="N", help="the window that you want, in tokens")
+    extend.add_argument("--to", type=int, required=True, metavar="N", help="target context window, in tokens")
     extend.add_argument(
         "--data",
         nargs="+",
@@ -37,57 +37,50 @@ def add_commands(commands: Any) -> None:
         dest="output_dir",
         metavar="DIR",
         required=True,
-        help="folder of everything that is made, new or of the same run",
+        help="folder for all results, new or of the same run",
     )
     extend.add_argument(
         "--target",
         action="append",
         default=[],
         metavar="PROGRAM",
-        help=f"program that is to serve the result, of {', '.join(TARGETS)}; may be repeated. The result is always a "
-        "checkpoint for Transformers",
+        help=f"program to export for: {', '.join(TARGETS)}; may be repeated. A checkpoint for Transformers is always "
+        "written",
     )
     extend.add_argument("--converter", type=str, help="llama.cpp's convert_hf_to_gguf.py; default: on PATH")
-    extend.add_argument("--dry-run", action="store_true", help="print the plan, write nothing and end")
+    extend.add_argument("--dry-run", action="store_true", help="print the plan and exit; nothing is written")
     add_options(extend)
 
 
 def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> None:
-    """Add what is chosen where the user does not say it, device and seed.
-
-    Args:
-        parser: of the command.
-        rows_per_step: its default, in words.
-    """
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
-    chosen = parser.add_argument_group("what is chosen where you do not say it")
-    chosen.add_argument("--rescale", help="rescaling, e.g. ntk or yarn")
+    """Add device, seed, and the settings that are chosen automatically; the help names a default `rows_per_step`."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    parser.add_argument("--seed", type=int, default=0, help="of all random draws; default: 0")
+    chosen = parser.add_argument_group("settings", "Chosen automatically unless given.")
+    chosen.add_argument("--rescale", help="RoPE scaling, e.g. ntk or yarn")
     chosen.add_argument("--rescale-args", type=_json, help="its options as a JSON object, e.g. '{\"factor\": 4}'")
-    chosen.add_argument("--view", help="view of the positions in training")
+    chosen.add_argument("--view", help="how training shifts position IDs, e.g. pose")
     chosen.add_argument("--view-args", type=_json, help="its options as a JSON object")
     chosen.add_argument("--objective", help="native-distill or clm")
     chosen.add_argument("--objective-args", type=_json, help="its options as a JSON object")
     chosen.add_argument("--rows", type=int, help="training rows")
     chosen.add_argument("--row-length", type=int, help="tokens of a training row")
-    chosen.add_argument(
-        "--shares", type=_shares, metavar="KIND=WEIGHT,...", help="kinds of rows, as in rope-patch rows"
-    )
-    chosen.add_argument("--short", type=float, help="share of the rows made as eight rows of an eighth of the length")
+    chosen.add_argument("--shares", type=shares, metavar="KIND=WEIGHT,...", help="kinds of rows, as in rope-patch rows")
+    chosen.add_argument("--short", type=float, help="share of the rows that are replaced by eight short ones each")
     chosen.add_argument("--facts", type=int, default=8, help="facts hidden in a row of questions; default: 8")
     chosen.add_argument("--own-tokens", type=int, help="tokens that the model writes itself for rows")
     chosen.add_argument(
         "--rows-per-step", type=int, default=8, help=f"rows in an optimizer step; default: {rows_per_step}"
     )
     chosen.add_argument("--train", help="what is trained: all, qkv or lora")
-    chosen.add_argument("--lora-rank", type=int, help="of adapters; default: 64")
+    chosen.add_argument("--lora-rank", type=int, help="rank of adapters; default: 64")
     chosen.add_argument("--learning-rate", type=float, help="peak learning rate")
     chosen.add_argument("--precision", help="bf16 or float32")
     chosen.add_argument(
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="compute activations again in backward, for less memory and more time",
+        help="compute activations again in the backward pass: less memory, more time",
     )
     chosen.add_argument(
         "--held-out", nargs="+", action="extend", default=[], metavar="FILE", help="documents to measure on"
@@ -97,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
 
 
 def run_extend(args: argparse.Namespace) -> int:
-    """Extend, and print what was won and lost, and the command that serves the result."""
+    """Extend, and print the result."""
     for file in (*args.data, *args.held_out):
         if not Path(file).is_file():  # before the imports, which take seconds
             from rope_patch.prompts.text import require_file
@@ -105,7 +98,7 @@ def run_extend(args: argparse.Namespace) -> int:
             require_file(Path(file))
     from ..extension.messages import others_quiet
 
-    with others_quiet():  # packages that are imported say what they miss
+    with others_quiet():  # imported packages warn of optional ones that are missing
         from ..extension.extending import extend
     from ..extension.options import ExtendOptions
 

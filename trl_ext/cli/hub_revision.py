@@ -1,4 +1,4 @@
-"""`--model-revision` of the commands that take one model."""
+"""`--model-revision` of the commands with one model."""
 
 import argparse
 

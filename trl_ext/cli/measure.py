@@ -1,4 +1,4 @@
-"""The two commands that measure: what they take from the command line, and what they print."""
+"""`rope-patch eval` and `rope-patch probe`: measure models."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from .model_spec import NATIVE, ModelSpec
 if TYPE_CHECKING:
     from rope_patch.eval import EvalPlan, Measure
 
-# the shortest default length is the window over this: what was lost shows within the window, and most on short prompts
+# the shortest default prompt is the window over this: losses show within the window, and most on short prompts
 SHORTEST = 16
-# fields of the plan that are no flags of their own
+# fields of the plan without a flag of the same name
 _NO_FLAG = ("measures", "length", "n_rows", "ruler_lengths", "depths", "lm_eval", "seed")
 
 
@@ -26,8 +26,8 @@ def add_commands(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
         help="measure models side by side and write figures, tables and one HTML page",
-        description="Measure one or several models and write a report. Without a measure named, those run that need no "
-        "other data. A run that was stopped goes on with the same command.",
+        description="Measure one or several models and write a report. Without flags of measures, those run that need "
+        "no other data. The same command resumes a stopped run.",
         complete=_add_measures,
     )
     evaluate.set_defaults(run=run_eval)
@@ -36,16 +36,16 @@ def add_commands(commands: Any) -> None:
         action="append",
         required=True,
         metavar="[LABEL=]PATH[@METHOD:OPTION=VALUE,...]",
-        help="hub id, checkpoint or adapter, rescaled or not; may be repeated. The others are compared with the one "
-        "labelled native, or else with the first",
+        help="hub id, checkpoint or adapter, with or without a RoPE scaling; may be repeated. The baseline is the "
+        "model labelled native, or else the first",
     )
     evaluate.add_argument(
         "--model-revision",
         action="append",
         default=[],
         metavar="[LABEL=]NAME",
-        help="branch, tag or commit on the hub of the model with that label, or of the only one on the hub; may be "
-        "repeated; default: main",
+        help="branch, tag or commit on the hub of the model with that label; the only model on the hub needs no label; "
+        "may be repeated; default: main",
     )
     evaluate.add_argument(
         "--report", type=Path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
@@ -53,7 +53,7 @@ def add_commands(commands: Any) -> None:
     _add_data(evaluate, rows=4)
     probe = commands.add_parser(
         "probe",
-        help="where the window of a model ends, and what to do about it",
+        help="find where the context window of a model ends, and what to do about it",
         description="Measure loss by position, try YaRN without training, and recommend a method and a recipe.",
     )
     probe.set_defaults(run=run_probe, output_dir=None)
@@ -64,15 +64,15 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_measures(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the measures, and those of the fields of the plan."""
+    """Add the flags of measures and of the fields of `EvalPlan`."""
     from rope_patch.eval import EvalPlan
 
     from .catalogue import options_of
 
-    group = parser.add_argument_group("measures", "without any: those that need no other data, and two kinds of --niah")
+    group = parser.add_argument_group("measures", "Default: those that need no other data, and two kinds of --niah.")
     for flag, measures in _by_flag().items():
-        told = next(measure for measure in measures if measure.help)
-        group.add_argument(f"--{flag}", help=told.help, **told.argument)
+        first = next(measure for measure in measures if measure.help)
+        group.add_argument(f"--{flag}", help=first.help, **first.argument)
     hints = get_type_hints(EvalPlan)
     for option in options_of(EvalPlan):
         if option.name not in _NO_FLAG:
@@ -81,7 +81,7 @@ def _add_measures(parser: argparse.ArgumentParser) -> None:
 
 
 def _argument(hint: Any) -> dict[str, Any]:
-    """What argparse is told of a field of the plan with this type."""
+    """Options of `add_argument` for a field of the plan with this type."""
     kind = next(kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if kind is not NoneType)
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
@@ -91,7 +91,7 @@ def _argument(hint: Any) -> dict[str, Any]:
 
 
 def _by_flag() -> "dict[str, list[Measure]]":
-    """Flag -> the measures that it stands for."""
+    """Flag -> the measures that it switches on."""
     from rope_patch.eval import MEASURES
 
     flags: dict[str, list[Measure]] = {}
@@ -101,15 +101,15 @@ def _by_flag() -> "dict[str, list[Measure]]":
 
 
 def _add_data(parser: argparse.ArgumentParser, rows: int) -> None:
-    parser.add_argument("--length", type=int, help="tokens in the longest row; default: four trained windows")
-    parser.add_argument("--rows", type=int, default=rows, help="held-out rows; default: %(default)s")
+    parser.add_argument("--length", type=int, help="tokens in the longest sequence; default: four context windows")
+    parser.add_argument("--rows", type=int, default=rows, help="held-out sequences; default: %(default)s")
     parser.add_argument(
         "--text",
         nargs="+",
         action="extend",
         help="held-out text: files, or .jsonl(.xz, .gz) with `text`; default: Python's own sources",
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16, on a CPU float32"
     )
@@ -130,7 +130,7 @@ def _eval(args: argparse.Namespace) -> int:
     labels = [spec.label for spec in specs]
     if len(set(labels)) < len(labels):
         raise ValueError(f"labels must differ, got {', '.join(labels)}: name models as LABEL=PATH.")
-    specs = asked = _of_revisions(specs, args.model_revision)
+    specs = typed = _at_revisions(specs, args.model_revision)
     for spec in specs:
         spec.check()
     device, dtype = _device(args)
@@ -153,8 +153,12 @@ def _eval(args: argparse.Namespace) -> int:
     _require_one_tokenizer(specs, tokenizer, chat=chat and plan.asks)
     if plan.window is None:
         plan = replace(plan, window=first.trained_window())
-    plan = _without_too_long(plan, named=any(_given(args, flag) for flag in _by_flag()))
-    _check_models(plan, specs)
+    plan = _without_too_long(plan, named=any(_value_of(args, flag) for flag in _by_flag()))
+    for check, spec in product(plan.model_checks, specs):
+        try:
+            check(spec.twin())
+        except ValueError as error:
+            raise ValueError(f"--model {spec.label}: {error}") from error
     if not plan.lengths:
         plan = _with_lengths(plan, tokenizer)
     results = run_suite(
@@ -166,7 +170,10 @@ def _eval(args: argparse.Namespace) -> int:
         checkpoints={spec.label: spec.for_others for spec in specs if spec.is_checkpoint},
     )
     settings = {
-        **{f"model {spec.label}": _said(spec, text) for spec, text in zip(asked, args.model, strict=True)},
+        **{
+            f"model {spec.label}": f"{text} at revision {spec.model_revision}" if spec.model_revision else text
+            for spec, text in zip(typed, args.model, strict=True)
+        },
         "text": ", ".join(args.text) if args.text else "Python's standard library",
         "dtype": str(dtype).removeprefix("torch."),
         "held-out rows": f"{args.rows} of {length} tokens",
@@ -175,7 +182,7 @@ def _eval(args: argparse.Namespace) -> int:
         f"{N_WORDINGS} wordings",
         "prompts are answered by": plan.backend,
         **({"prompts are": "in the tokenizer's chat template" if chat else "raw text"} if plan.asks else {}),
-        "window": f"{plan.window} positions" + ("" if args.window else f", the trained window of {first.label}"),
+        "window": f"{plan.window} positions" + ("" if args.window else f", the context window of {first.label}"),
         "seed": plan.seed,
     }
     with disk_full_errors(args.output_dir):
@@ -183,10 +190,15 @@ def _eval(args: argparse.Namespace) -> int:
             results, args.output_dir, title="Long-context evaluation", settings=settings, window=plan.window
         )
     prompts = f" Prompts are {settings['prompts are']}." if plan.asks else ""
-    print(f"\nAll models are compared over one window: {settings['window']}.{prompts}")
+    print(f"\nAll models are compared over one context window: {settings['window']}.{prompts}")
     if "cliff" in plan.measures and plan.window is not None and plan.window + 1 >= plan.length:
-        print(f"Rows of {plan.length} tokens end within it, so that no cliff is measured: give a longer --length.")
-    _print_summary(summary(results), [spec.label for spec in specs])
+        print(f"Sequences of {plan.length} tokens end within it, so no cliff is measured: give a longer --length.")
+    figures, labels = summary(results), [spec.label for spec in specs]
+    width = max(len(row["figure"]) for row in figures) + 2
+    print(f"\n{'':{width}}" + "".join(f"{label:>12.11}" for label in labels))
+    for row in figures:
+        cells = (f"{row['values'][k]:12.3f}" if k in row["values"] else f"{'-':>12}" for k in labels)
+        print(f"{row['figure']:{width}}" + "".join(cells))
     print()
     for sentence in regressions(results, window=plan.window).verdict():
         print(sentence)
@@ -194,54 +206,26 @@ def _eval(args: argparse.Namespace) -> int:
     return 0
 
 
-def _said(spec: ModelSpec, text: str) -> str:
-    """A model as the command line names it, with its revision."""
-    return text if spec.model_revision is None else f"{text} at revision {spec.model_revision}"
-
-
-def _of_revisions(specs: list[ModelSpec], named: Sequence[str]) -> list[ModelSpec]:
-    """The models at the revisions of --model-revision, [LABEL=]NAME each.
-
-    Raises:
-        ValueError: a label of no model, one without a label where several models are on the hub, or a second one.
-    """
-    labels, found = [spec.label for spec in specs], {spec.label: spec for spec in specs}
-    of_hub = [spec.label for spec in specs if not Path(spec.path).is_dir()]
-    for text in named:
+def _at_revisions(specs: list[ModelSpec], revisions: Sequence[str]) -> list[ModelSpec]:
+    """The models at the revisions of --model-revision, [LABEL=]NAME each; the only model on the hub needs no label."""
+    by_label = {spec.label: spec for spec in specs}
+    on_hub = [spec.label for spec in specs if not Path(spec.path).is_dir()] or [*by_label]
+    for text in revisions:
         label, equals, revision = text.partition("=")
         if not equals:
-            if len(of_hub) != 1 and len(specs) > 1:
-                raise ValueError(
-                    f"--model-revision {text}: of which model? Name it as LABEL=NAME, one of {', '.join(labels)}."
-                )
-            label, revision = (of_hub or labels)[0], text
-        if label not in found:
-            raise ValueError(f"--model-revision {text}: no model is labelled {label}, only {', '.join(labels)}.")
-        if found[label].model_revision is not None:
-            raise ValueError(f"--model-revision must name one revision of {label}, got a second one, {revision}.")
-        found[label] = found[label].of_revision(revision)
-    return [found[label] for label in labels]
-
-
-def _check_models(plan: "EvalPlan", specs: list[ModelSpec]) -> None:
-    """Raise for a model what a measure would raise, before those in front of it are measured."""
-    for check, spec in product(plan.model_checks, specs):
-        try:
-            check(spec.twin())
-        except ValueError as error:
-            raise ValueError(f"--model {spec.label}: {error}") from error
+            label, revision = on_hub[0] if len(on_hub) == 1 else "", text
+        if label not in by_label:
+            raise ValueError(
+                f"--model-revision must be LABEL=NAME, with a label of --model, {' or '.join(by_label)}, got {text}."
+            )
+        by_label[label] = by_label[label].of_revision(revision)
+    return list(by_label.values())
 
 
 def _require_one_tokenizer(specs: list[ModelSpec], tokenizer: Any, *, chat: bool) -> None:
-    """Raise unless all models read what they are measured on as the first does; those without a tokenizer are told.
+    """Raise ValueError unless all models tokenize texts, and with `chat` chats, as the first one does.
 
-    Args:
-        specs: the models, the first in front.
-        tokenizer: of the first.
-        chat: whether questions go through its chat template.
-
-    Raises:
-        ValueError: two make other tokens of a text, or of a chat.
+    A model without a tokenizer gets that of the first, and a line says so.
     """
     from rope_patch.checkpoints.files_beside import tokenizer_files
     from rope_patch.eval.results.tokenizer_identity import asks_alike, reads_alike
@@ -254,19 +238,19 @@ def _require_one_tokenizer(specs: list[ModelSpec], tokenizer: Any, *, chat: bool
             continue
         seen.add(source)
         if not tokenizer_files(*source):
-            print(f"{spec.label} comes without a tokenizer and is given the tokens of {first.label}'s.")
+            print(f"{spec.label} has no tokenizer and is measured with that of {first.label}.")
             continue
-        own = spec.load_tokenizer()
-        apart = "Measure each in a run of `rope-patch eval` with a --report of its own."
-        if not reads_alike(tokenizer, own):
+        other = spec.load_tokenizer()
+        remedy = "Measure each in its own run, with its own --report."
+        if not reads_alike(tokenizer, other):
             raise ValueError(
-                f"--model: all models of a run are given the same tokens, and the tokenizers of {first.label} and "
-                f"{spec.label} make different ones of a text. {apart}"
+                f"--model: all models of a run read the same tokens, and the tokenizers of {first.label} and "
+                f"{spec.label} make different tokens of a text. {remedy}"
             )
-        if chat and not asks_alike(tokenizer, own):
+        if chat and not asks_alike(tokenizer, other):
             raise ValueError(
                 f"--model: all models of a run are asked through one chat template, and those of {first.label} and "
-                f"{spec.label} differ. --chat-template off asks both in raw text. {apart}"
+                f"{spec.label} differ. --chat-template off asks both in raw text. {remedy}"
             )
 
 
@@ -276,8 +260,8 @@ def run_probe(args: argparse.Namespace) -> int:
     spec = ModelSpec.parse(args.model).of_revision(args.model_revision)
     if spec.method not in (None, NATIVE):
         raise ValueError(
-            f"--model: probe looks at a model as it is, beside a YaRN of its own: leave out @{spec.method} and what "
-            f"follows it. `rope-patch eval --model {spec.path} --model {args.model}` sets a rescaling beside it."
+            f"--model: probe compares a model with YaRN and takes no other RoPE scaling: leave out @{spec.method} and "
+            f"what follows. `rope-patch eval --model {spec.path} --model {args.model}` compares the two."
         )
     spec.check()
     device, dtype = _device(args)
@@ -292,7 +276,7 @@ def run_probe(args: argparse.Namespace) -> int:
         require_writable(args.plot.parent)
     window = spec.trained_window()
     if window is not None and length < window + 2:
-        raise ValueError(f"--length must reach beyond the trained window of {window} positions, got {length}.")
+        raise ValueError(f"--length must be longer than the context window of {window} positions, got {length}.")
     rows = text_rows(spec.load_tokenizer(), _texts(args, length), seq_len=length, n_rows=args.rows)
     result = probe(spec.load(device, dtype), rows)
     print(result)
@@ -309,13 +293,13 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
     from rope_patch.eval import MEASURES, EvalPlan
     from rope_patch.eval.measures.ruler import TASKS
 
-    # lm-eval by itself would cut RULER's prompts to the window in the config, and measure lengths of its own
+    # RULER's tasks run here: lm-eval would cut their prompts to the window in the config, at lengths that it chooses
     of_ruler = [task for task in args.lm_eval if task in (*TASKS, "ruler")]
     args.lm_eval = [task for task in args.lm_eval if task not in of_ruler]
     if of_ruler:
         args.ruler = True
         args.ruler_tasks = [*(args.ruler_tasks or ()), *(task for task in of_ruler if task != "ruler")] or None
-    chosen = [m for flag, measures in _by_flag().items() if _given(args, flag) for m in measures]
+    chosen = [m for flag, measures in _by_flag().items() if _value_of(args, flag) for m in measures]
     chosen = chosen or [measure for measure in MEASURES.values() if measure.by_default]
     given = {field.name: getattr(args, field.name, None) for field in fields(EvalPlan)}
     return EvalPlan(
@@ -328,15 +312,15 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
     )
 
 
-def _given(args: argparse.Namespace, flag: str) -> Any:
-    """What was typed for a flag; nothing that is true, if it was not."""
+def _value_of(args: argparse.Namespace, flag: str) -> Any:
+    """The value of a flag; false in an `if` when the flag is not there."""
     return getattr(args, flag.replace("-", "_"))
 
 
 def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
-    """Lengths from a sixteenth of the window on in powers of two to the longest row; those that are too short are told.
+    """The plan with default lengths of prompts: powers of two from a sixteenth of the window to the longest row.
 
-    Without a known window, from a sixteenth of the longest row on.
+    Without a known window they begin at a sixteenth of the longest row. Too short lengths are left out with a message.
     """
     from rope_patch.eval.measures.prompt_grid import shortest_prompt
     from rope_patch.eval.measures.retrieval import kinds_of
@@ -360,7 +344,7 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
 
 
 def _without_too_long(plan: "EvalPlan", *, named: bool) -> "EvalPlan":
-    """The plan without measures that rows of its length are too short for and that no flag of their own named."""
+    """The plan without measures that need longer rows, unless a flag names them."""
     from rope_patch.eval import MEASURES
 
     left_out = {
@@ -391,12 +375,12 @@ def _device(args: argparse.Namespace) -> tuple[str, Any]:
 def _default_length(spec: ModelSpec) -> int:
     window = spec.trained_window()
     if window is None:
-        raise ValueError(f"the config of {spec.path} names no window: give --length.")
+        raise ValueError(f"the config of {spec.path} has no context window: give --length.")
     return 4 * window
 
 
 def _texts(args: argparse.Namespace, length: int) -> list[str]:
-    """Held-out documents. Of the standard library, no more files are read than rows and haystacks can need."""
+    """Held-out documents: --text, or as many sources of the standard library as rows and haystacks need."""
     from rope_patch.eval import read_texts, standard_library_files
 
     if args.text:
@@ -408,11 +392,3 @@ def _texts(args: argparse.Namespace, length: int) -> list[str]:
         if sum(min(len(text), 8 * length) for text in texts) > 8 * length * (args.rows + 1):
             break
     return texts
-
-
-def _print_summary(figures: list[dict[str, Any]], labels: list[str]) -> None:
-    width = max(len(row["figure"]) for row in figures) + 2
-    print(f"\n{'':{width}}" + "".join(f"{label:>12.11}" for label in labels))
-    for row in figures:
-        cells = (f"{row['values'][k]:12.3f}" if k in row["values"] else f"{'-':>12}" for k in labels)
-        print(f"{row['figure']:{width}}" + "".join(cells))

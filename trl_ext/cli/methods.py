@@ -8,9 +8,9 @@ from typing import Any
 from .catalogue import Method, methods
 
 HEADS = {
-    "rescaling": "Rescalings: how the RoPE frequencies are stretched to a longer window (rescale, rescale_args)",
-    "view": "Views: the positions at which a training row is read (view, view_args)",
-    "objective": "Objectives: what is minimised (objective, objective_args), with TRL: pip install 'rope-patch[trl]'",
+    "rescaling": "RoPE scaling: how the RoPE frequencies change for a longer window (rescale, rescale_args)",
+    "view": "Views: the position IDs at which training reads a sequence (view, view_args)",
+    "objective": "Objectives: the training loss (objective, objective_args), with TRL: pip install 'rope-patch[trl]'",
 }
 
 
@@ -18,12 +18,13 @@ def add_commands(commands: Any) -> None:
     """Add `methods` to the subparsers."""
     command = commands.add_parser(
         "methods",
-        help="every view, rescaling and objective: when to take it, its options and its paper",
-        description="List every view, rescaling and objective with when to take it and its paper. With a NAME, explain "
-        "it with its formula and options. Those of installed packages with entry points of rope_patch are among them.",
+        help="every view, RoPE scaling and objective: when to use it, its options and its paper",
+        description="List every view, RoPE scaling and objective: when to use it, and its paper. With a NAME, explain "
+        "one with its formula and options. The list includes those of plugins, installed packages with entry points "
+        "of rope_patch.",
     )
     command.set_defaults(run=run_methods, output_dir=None)
-    command.add_argument("name", nargs="?", metavar="NAME", help="explain this one with its options")
+    command.add_argument("name", nargs="?", metavar="NAME", help="explain one with its options")
 
 
 def run_methods(args: argparse.Namespace) -> int:

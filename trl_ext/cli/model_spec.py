@@ -1,4 +1,4 @@
-"""Which model the command line names: a checkpoint or an adapter, rescaled or not."""
+"""A model of the command line: a checkpoint or an adapter, with or without a RoPE scaling."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 from ..runs.checkpoint import base_of_adapter, require_checkpoint, require_tokenizer
 
 NATIVE = "native"
-"""In place of a rescaling: the RoPE of the checkpoint, for an adapter that does not say what it was trained with."""
+"""In place of a RoPE scaling: that of the checkpoint, for an adapter without a record of its training."""
 _FORM = "[LABEL=]PATH[@METHOD:OPTION=VALUE,...]"
 
 
@@ -20,11 +20,11 @@ class ModelSpec:
     Args:
         label: its name in figures and tables.
         path: hub id or folder of a checkpoint, or folder of an adapter.
-        method: rescaling to apply after loading, on top of the one that an adapter was trained with; NATIVE for an
-            adapter of unknown RoPE that was trained with the checkpoint's; or None.
-        options: of the rescaling.
+        method: RoPE scaling to apply after loading, on top of the one that an adapter was trained with; NATIVE for an
+            adapter that was trained with the RoPE of its checkpoint and does not record it; or None.
+        options: of the RoPE scaling.
         model_revision: branch, tag or commit of `path` on the hub; None is "main".
-        argument: what the user gave it as, for messages.
+        argument: name of the argument, for messages.
     """
 
     label: str
@@ -49,30 +49,29 @@ class ModelSpec:
     def parse(cls, text: str) -> "ModelSpec":
         """Read [LABEL=]PATH[@METHOD:OPTION=VALUE,...], e.g. `yarn=my-model@yarn:factor=4`.
 
-        A folder that is there may have = and @ in its name, with a label before it or without, also before a rescaling.
+        A folder whose name has `=` in it needs no label.
 
         Raises:
             ValueError: another form, or an unknown method or option.
         """
         from rope_patch.methods import resolve_rescaling
 
-        if text and Path(text).is_dir():  # "" would be the folder that one is in
-            return cls(_folder_name(text), text, None, {})
-        label, _, path = text.partition("=")
-        if label and "@" not in label and path and Path(path).is_dir():
-            return cls(label, path, None, {})
-        named, _, rescaled = text.rpartition("@") if "@" in text else (text, "", "")
+        named, at, rescaled = text.partition("@")
         label, equals, path = named.partition("=")
         if not equals or Path(named).is_dir():
-            label, path = _folder_name(named), named
+            # of `.` the folder's own name, of a link the link's; Path("") would be the current folder
+            label, path = Path(os.path.abspath(named)).name if named else "", named
         method, _, rest = rescaled.partition(":")
         options: dict[str, Any] = {}
         for item in filter(None, rest.split(",")):
             key, equals, value = item.partition("=")
             if not equals:
                 raise ValueError(f"a model is named as {_FORM}, got {text!r}, where {item!r} has no value.")
-            options[key] = _number(value)
-        if not label or not path or ("@" in text and not method):
+            try:
+                options[key] = json.loads(value)
+            except json.JSONDecodeError:
+                options[key] = value
+        if not label or not path or (at and not method):
             raise ValueError(f"a model is named as {_FORM}, got {text!r}.")
         if method and method != NATIVE:
             resolve_rescaling(method, options)
@@ -97,12 +96,12 @@ class ModelSpec:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether `path` alone is the model: no adapter, and no rescaling after loading."""
+        """Whether `path` is the whole model: no adapter, and no RoPE scaling after loading."""
         return not self.is_adapter and self.method is None
 
     @property
     def for_others(self) -> str:
-        """What another program loads: `path` or, of a revision, where it is in the cache, at least its config."""
+        """What another program loads: `path`, or the folder of a revision in the cache."""
         if self.model_revision is None:
             return self.path
         from transformers.utils import cached_file
@@ -110,18 +109,7 @@ class ModelSpec:
         return str(Path(str(cached_file(self.path, "config.json", revision=self.model_revision))).parent)
 
     def config(self) -> Any:
-        """Of the checkpoint; that of its text model where there are several.
-
-        Raises:
-            ValueError: there is no such checkpoint.
-        """
-        from rope_patch.adapters.sidecar import SIDECAR_NAME
-
-        if self.method == NATIVE and (Path(self.path) / SIDECAR_NAME).is_file():
-            raise ValueError(
-                f"{self.argument} {self.path}@{NATIVE}: {SIDECAR_NAME} in it says what RoPE the adapter was trained "
-                f"with. Leave @{NATIVE} out."
-            )
+        """The config of the checkpoint's language model; ValueError if there is no such checkpoint."""
         return self._whole_config().get_text_config(decoder=True)
 
     def _whole_config(self) -> Any:
@@ -145,38 +133,43 @@ class ModelSpec:
         return pretrained_window(getattr(config, "rope_parameters", None) or {}, declared)
 
     def check(self) -> None:
-        """Raise what a look at its files can tell, before an earlier model of the command line is measured.
+        """Raise what its files show, before another model of the command line is measured.
 
         Raises:
-            ValueError: there is no such model, or an adapter's RoPE is not known.
+            ValueError: there is no such model, or the RoPE of an adapter is not known.
             ImportError: an adapter needs PEFT, which is not installed.
         """
-        self.config()
-        if self.is_adapter:
-            self._require_peft()
-            self._require_known_rope()
+        from rope_patch.adapters.sidecar import SIDECAR_NAME
 
-    def _require_peft(self) -> None:
-        try:
-            import peft  # noqa: F401
-        except ImportError as error:
-            raise ImportError(f"{self.argument} {self.path} is an adapter: pip install 'rope-patch[peft]'.") from error
+        self.config()
+        if self.method == NATIVE and (Path(self.path) / SIDECAR_NAME).is_file():
+            raise ValueError(
+                f"{self.argument} {self.path}@{NATIVE}: {SIDECAR_NAME} in it records the RoPE that the adapter was "
+                f"trained with. Leave @{NATIVE} out."
+            )
+        if self.is_adapter:
+            try:
+                import peft  # noqa: F401
+            except ImportError as error:
+                raise ImportError(
+                    f"{self.argument} {self.path} is an adapter: pip install 'rope-patch[peft]'."
+                ) from error
+            self._require_known_rope()
 
     def _require_known_rope(self) -> None:
         from rope_patch.adapters.sidecar import SIDECAR_NAME
 
         if self.method is None and not (Path(self.path) / SIDECAR_NAME).is_file():
             raise ValueError(
-                f"the adapter in {self.path} was saved without {SIDECAR_NAME}, so what RoPE it was trained with is not "
-                f"known. Name it: {self.path}@{NATIVE}, or e.g. {self.path}@yarn:factor=4."
+                f"the adapter in {self.path} was saved without {SIDECAR_NAME}, so the RoPE that it was trained with is "
+                f"not known. Name it: {self.path}@{NATIVE}, or e.g. {self.path}@yarn:factor=4."
             )
 
     def load(self, device: str, dtype: Any) -> Any:
         """The model, in eval mode; an adapter comes with the RoPE that it was trained with.
 
         Raises:
-            ValueError: the adapter does not say what that was, and neither does the command line; or weights are
-                missing or damaged.
+            ValueError: that RoPE is not known, or weights are missing or damaged.
         """
         from rope_patch import patch_model
         from rope_patch.checkpoints.checked_loading import load_checkpoint, with_adapter
@@ -193,16 +186,12 @@ class ModelSpec:
 
     @property
     def tokenizer_source(self) -> tuple[str, str]:
-        """Where its tokenizer is read, and its revision: `path` or, for an adapter without one, its base model."""
+        """Name and revision of its tokenizer: `path` or, for an adapter without one, its base model."""
         own = (Path(self.path) / "tokenizer_config.json").is_file()
         return (self.path, "main") if own else (self.checkpoint, self.revision)
 
     def load_tokenizer(self) -> Any:
-        """That of `tokenizer_source`.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The tokenizer of `tokenizer_source`; ValueError if there is none."""
         from transformers import AutoTokenizer
 
         from rope_patch.base.remote_code import load_pretrained
@@ -210,15 +199,3 @@ class ModelSpec:
         source, revision = self.tokenizer_source
         require_tokenizer(source, self.argument)
         return load_pretrained(AutoTokenizer, source, self.argument, revision=revision)
-
-
-def _folder_name(path: str) -> str:
-    """The last part of a path or hub id: of `.` the folder's own name, of a link the link's."""
-    return Path(os.path.abspath(path)).name if path else ""
-
-
-def _number(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text

@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 USER_ERROR = 2
-"""Exit status after a mistake that the user can mend."""
+"""Exit status after a mistake of the user."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that says a mistake in one line, without the list of all flags.
+    """An `ArgumentParser` whose errors are one line, without the list of all flags.
 
     Args:
-        forwards: whether all but `--help` is kept in `arguments`, for a parser that is slow to make.
-        complete: adds flags that are slow to find out, once the command is typed.
+        forwards: whether to keep all but `--help` in `arguments`, for a parser that is slow to make.
+        complete: adds flags that are slow to find, once the command is typed.
         **kwargs: of `ArgumentParser`.
     """
 
@@ -27,13 +27,13 @@ class CommandParser(argparse.ArgumentParser):
         self.forwards, self.complete = forwards, complete
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `ArgumentParser`; a flag that is not known is told before one that lacks."""
+        """As `ArgumentParser`; an unknown flag is reported before a missing one."""
         arguments = list(sys.argv[1:] if args is None else args)
         if self.complete is not None:
             self.complete(self)
             self.complete = None
         if not self.forwards:
-            if not self._commands():  # else the flags are those of the command
+            if not self._commands():  # else they are flags of the command
                 self._require_known(arguments)
             return super().parse_known_args(arguments, namespace)
         if {"-h", "--help"} & set(arguments):
@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
         return namespace, []
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `ArgumentParser`, with an error of the command that was given too much."""
+        """As `ArgumentParser`; the command reports superfluous arguments."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             self._commands()[parsed.command].error(f"{rest[0]!r} belongs to no flag.")
@@ -68,7 +68,7 @@ class CommandParser(argparse.ArgumentParser):
         return choices[0] if choices else {}
 
     def _require_known(self, arguments: list[str]) -> None:
-        """Exit with the nearest name if one of the arguments is a flag that is not known."""
+        """Exit with the nearest name if an argument is an unknown flag."""
         for argument in arguments:
             flag, _, _ = argument.partition("=")
             if flag.startswith("--") and flag != "--" and flag not in self._option_string_actions:

@@ -1,4 +1,4 @@
-"""`rope-patch rows`: what it takes from the command line, and what it prints."""
+"""`rope-patch rows`: make training rows."""
 
 import argparse
 from functools import cache
@@ -15,12 +15,14 @@ def add_commands(commands: Any) -> None:
     """Add `rows` to the subparsers."""
     rows = commands.add_parser(
         "rows",
-        help="make training rows that keep what a model can do: text, its own chats, questions about hidden facts",
-        description="Make training rows of the native window and write them as JSON lines, with input_ids and "
-        "completion_mask (1 on tokens that are labels). The model itself writes the chats.",
+        help="make training rows that preserve abilities: text, chats of the model, questions about hidden facts",
+        description="Make training rows of the original context window and write them as JSON lines with input_ids and "
+        "completion_mask, which is 1 on labels. The model itself writes the chats.",
     )
     rows.set_defaults(run=run_rows, output_dir=None)
-    rows.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint or an adapter, not extended")
+    rows.add_argument(
+        "model", metavar="MODEL", help="hub id or folder of a checkpoint or an adapter, before its extension"
+    )
     add_model_revision(rows)
     rows.add_argument("--output", type=Path, required=True, help="file to write, .jsonl or .jsonl.xz")
     rows.add_argument(
@@ -29,42 +31,44 @@ def add_commands(commands: Any) -> None:
         action="extend",
         help="text for rows of text and questions: files, or .jsonl(.xz, .gz) with `text`",
     )
-    rows.add_argument("--length", type=int, help="tokens in a row; default: the trained window")
+    rows.add_argument("--length", type=int, help="tokens in a row; default: the original context window")
     rows.add_argument("--rows", type=int, default=320, help="rows of that length; default: %(default)s")
     rows.add_argument(
         "--shares",
-        type=_shares,
+        type=shares,
         default={"text": 1.0, "chats": 1.0, "questions": 1.0},
         metavar="KIND=WEIGHT,...",
-        help=f"how much of each kind, of {', '.join(KINDS)}; own_texts are for base models, which write no chats. "
+        help=f"weight of each kind: {', '.join(KINDS)}; own_texts are for base models, which write no chats. "
         "default: text=1,chats=1,questions=1",
     )
     rows.add_argument(
         "--short",
         type=float,
         default=0.25,
-        help="share of the rows made as eight rows of an eighth of the length; default: %(default)s",
+        help="share of the rows that are replaced by eight short ones each; default: %(default)s",
     )
     rows.add_argument("--facts", type=int, default=8, help="facts hidden in a row of questions; default: %(default)s")
     rows.add_argument(
         "--chat",
         type=float,
-        help="share of question rows in the chat template; default: 0.5, of a model without a template 0",
+        help="share of question rows in the chat template; default: 0.5, without a template 0",
     )
     rows.add_argument(
-        "--label-all", action="store_true", help="label all tokens of rows other than questions; default: none of them"
+        "--label-all", action="store_true", help="label all tokens of rows without questions; default: none"
     )
-    sampling = rows.add_argument_group("what the model writes")
-    sampling.add_argument("--max-user-tokens", type=int, default=96, help="of a user's text; default: %(default)s")
-    sampling.add_argument("--max-reply-tokens", type=int, default=512, help="of a reply; default: %(default)s")
-    sampling.add_argument("--max-text-tokens", type=int, default=1024, help="of own_texts; default: %(default)s")
+    sampling = rows.add_argument_group("texts that the model writes")
+    sampling.add_argument("--max-user-tokens", type=int, default=96, help="longest user's text; default: %(default)s")
+    sampling.add_argument("--max-reply-tokens", type=int, default=512, help="longest reply; default: %(default)s")
+    sampling.add_argument(
+        "--max-text-tokens", type=int, default=1024, help="longest of own_texts; default: %(default)s"
+    )
     sampling.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
     sampling.add_argument(
-        "--keep-unfinished", action="store_true", help="keep replies that do not end, cut; default: leave them out"
+        "--keep-unfinished", action="store_true", help="cut replies that do not end; default: leave them out"
     )
-    sampling.add_argument("--batch-size", type=int, help="written at once; default: 1024, on a CPU 8")
-    rows.add_argument("--seed", type=int, default=0, help="of everything; default: %(default)s")
-    rows.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    sampling.add_argument("--batch-size", type=int, help="texts written at once; default: 1024, on a CPU 8")
+    rows.add_argument("--seed", type=int, default=0, help="of all random draws; default: %(default)s")
+    rows.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
 
 
 def run_rows(args: argparse.Namespace) -> int:
@@ -126,11 +130,9 @@ def run_rows(args: argparse.Namespace) -> int:
 
 def _written(kind: str, args: argparse.Namespace, model: Any, tokenizer: Any, tokens: int) -> list[list[int]]:
     """As many chats or texts of the model as rows of `tokens` tokens have room for, so that few are repeated."""
-    from tqdm.auto import tqdm
+    from ..rows.sampling import sampled_chats, sampled_texts, until
 
-    from ..rows.sampling import sampled_chats, sampled_texts
-
-    options = {"temperature": args.temperature, "seed": args.seed, "batch_size": args.batch_size, "progress": True}
+    options = {"temperature": args.temperature, "seed": args.seed, "batch_size": args.batch_size}
     if kind == "chats":
         texts = sampled_chats(
             model,
@@ -142,26 +144,22 @@ def _written(kind: str, args: argparse.Namespace, model: Any, tokenizer: Any, to
         )
     else:
         texts = sampled_texts(model, tokenizer, max_tokens=args.max_text_tokens, **options)
-    written: list[list[int]] = []
-    with tqdm(total=tokens, desc=f"{kind} of the model", unit="token", unit_scale=True) as bar:
-        while bar.n < tokens:
-            written.append(next(texts))
-            bar.update(min(len(written[-1]), tokens - bar.n))
-    return written
+    return until(tokens, texts, f"{kind} of the model")
 
 
-def _shares(text: str) -> dict[str, float]:
-    shares: dict[str, float] = {}
+def shares(text: str) -> dict[str, float]:
+    """Kind -> weight, from KIND=WEIGHT,..."""
+    weights: dict[str, float] = {}
     for item in text.split(","):
         kind, equals, weight = item.strip().partition("=")
-        if kind in shares:
-            raise argparse.ArgumentTypeError(f"{kind} stands in it twice: {text!r}")
+        if kind in weights:
+            raise argparse.ArgumentTypeError(f"{kind} is there twice: {text!r}")
         try:
-            shares[kind] = float(weight)
+            weights[kind] = float(weight)
         except ValueError:
             equals = ""
         if not equals or kind not in KINDS:
             raise argparse.ArgumentTypeError(
                 f"must be KIND=WEIGHT,... of {', '.join(KINDS)}, e.g. text=1,chats=1,questions=1, got {text!r}"
             )
-    return shares
+    return weights

@@ -1,4 +1,4 @@
-"""What a user can mend is said in one line, without a traceback. Imports nothing heavy."""
+"""Print mistakes of users in one line, without a traceback. Imports nothing heavy."""
 
 import os
 import re
@@ -12,8 +12,8 @@ from ..engines.rank_failures import is_started_rank, leave_failure
 from .parsing import USER_ERROR
 
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
-"""By which this package, Transformers, TRL and datasets refuse; OSError: a model or a file that is not there;
-FloatingPointError: a loss that is no number."""
+"""What this package, Transformers, TRL and datasets raise for mistakes of users. OSError is also for a missing model or
+file, FloatingPointError for a loss that is NaN or infinite."""
 
 EXTRAS = {
     "trl": "trl",
@@ -29,32 +29,32 @@ EXTRAS = {
     "matplotlib": "plots",
     "gguf": "demo",
 }
-"""Package, as it is imported or called in messages -> the extra of this one that installs it."""
+"""Package, as it is imported or as messages name it -> the extra of rope-patch that installs it."""
 
 FLAGS = {
     "Seed must be": "--seed",
-    "Got warmup_steps": "--warmup_steps",
-    "Invalid learning rate": "--learning_rate",
-    "Invalid beta parameter at index 0": "--adam_beta1",
-    "Invalid beta parameter at index 1": "--adam_beta2",
-    "Invalid epsilon": "--adam_epsilon",
-    "num_workers option": "--dataloader_num_workers",
-    "`r` should be": "--lora_r",
+    "Got warmup_steps": "--warmup-steps",
+    "Invalid learning rate": "--learning-rate",
+    "Invalid beta parameter at index 0": "--adam-beta1",
+    "Invalid beta parameter at index 1": "--adam-beta2",
+    "Invalid epsilon": "--adam-epsilon",
+    "num_workers option": "--dataloader-num-workers",
+    "`r` should be": "--lora-r",
 }
-"""How the message of a library begins that refuses a value of a recipe -> the flag that it is from."""
+"""Beginning of a library's message about a wrong value in a recipe -> the flag of that value."""
 
 _TRACEBACK = "ROPE_PATCH_TRACEBACK"
 
 
 def run_command(command: str, run: Callable[[], int | None]) -> int:
-    """Run one command; its status, or 2 after an error that the user can mend, which is printed in one line.
+    """Run one command and return its exit status: 2 after a mistake of the user, which is printed in one line.
 
-    With ROPE_PATCH_TRACEBACK=1 in the environment the error is raised, which shows where it comes from. A rank that a
-    command has started prints neither message nor traceback, which that command does for all of them.
+    ROPE_PATCH_TRACEBACK=1 in the environment raises the error instead. A rank that a command has started leaves its
+    message or traceback to that command, which prints one for all ranks.
     """
     try:
         with warnings.catch_warnings():
-            # what one library is to change in its calls of another is nothing that a user of a command can mend
+            # libraries warn of their calls of other libraries, which no user of a command can change
             warnings.simplefilter("ignore", FutureWarning)
             return run() or 0
     except Exception as error:
@@ -63,45 +63,38 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
             raise
         text = f"{command}: {message} ({_TRACEBACK}=1 shows where this comes from.)"
         if not is_started_rank():
-            _tell(text)
+            tqdm = sys.modules.get("tqdm")
+            # in a line of its own, not behind a progress bar; where tqdm is not imported there is no bar
+            with nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(sys.stderr):
+                print(text, file=sys.stderr)
             return USER_ERROR
         status = 1 if message is None else USER_ERROR
         leave_failure(traceback.format_exc().rstrip() if message is None else text, status)
         return status
 
 
-def _tell(text: str) -> None:
-    """Print a line on stderr, in place of the bar of progress that stands there and not behind it."""
-    tqdm = sys.modules.get("tqdm")  # where it is not imported there is no bar
-    with nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(sys.stderr):
-        print(text, file=sys.stderr)
-
-
 def _message(error: Exception) -> str | None:
-    """What the user can mend, on one line; None for an error of the program."""
-    if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported for its name
-        return "the GPU has too little memory: take shorter rows, smaller batches or adapters, or another GPU."
-    if type(error).__module__ == "jinja2.exceptions":
-        said = " ".join(str(error).split()).rstrip(".")
-        return (
-            f"the tokenizer's chat template (chat_template.jinja, or in tokenizer_config.json) stops: {said}. Mend it."
-        )
-    if not isinstance(error, USER_ERRORS) and not _names_what_to_install(error):
-        return None
+    """The mistake of the user, in one line; None for an error of the program."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for its name
+        return "the GPU has too little memory: use shorter sequences, smaller batches or adapters, or another GPU."
     text = " ".join(str(error).split())
+    if type(error).__module__ == "jinja2.exceptions":
+        return (
+            "the tokenizer's chat template (chat_template.jinja, or in tokenizer_config.json) fails: "
+            f"{text.rstrip('.')}. Correct it."
+        )
+    # Transformers raises RuntimeError for a missing package that it would log to
+    is_missing_package = isinstance(error, RuntimeError) and "pip install" in text
+    if not isinstance(error, USER_ERRORS) and not is_missing_package:
+        return None
     if isinstance(error, ImportError):
         return _with_remedy(error, text)
     flag = next((flag for words, flag in FLAGS.items() if text.startswith(words)), None)
     return f"{flag}: {text}" if flag else text or type(error).__name__
 
 
-def _names_what_to_install(error: Exception) -> bool:
-    """Whether it is of a package that is not there: Transformers raises RuntimeError for those it logs to."""
-    return isinstance(error, RuntimeError) and "pip install" in str(error)
-
-
 def _with_remedy(error: ImportError, text: str) -> str:
-    """What is missing, and what to install."""
+    """The missing package, and how to install it."""
     package = (error.name or "").partition(".")[0]
     if package in EXTRAS:
         return f"this needs the package {package}, which is not installed: pip install 'rope-patch[{EXTRAS[package]}]'."

@@ -1,4 +1,4 @@
-"""`extend` on a model and texts that are installed already, in settings that end within minutes.
+"""`extend` on a model and texts that are already installed, with options that end within minutes.
 
 The command line imports it.
 """

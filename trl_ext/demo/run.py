@@ -1,4 +1,4 @@
-"""The demo: the model is unpacked, the texts are written, and `extend` does the rest."""
+"""The demo: unpack the model, write the texts, and call `extend`."""
 
 import shutil
 import sys
@@ -17,16 +17,12 @@ from .settings import NAME, settings
 
 
 def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
-    """Extend the embedded model in `folder`, where the same call goes on after it was stopped.
+    """Extend the embedded model; the same call resumes a stopped one.
 
     Args:
-        folder: of everything, the unpacked model included.
+        folder: for all results and the unpacked model.
         device: "cpu" or "cuda".
-        given: options of `extend`, in place of the demo's.
-
-    Raises:
-        FileNotFoundError: the package with the model is not installed.
-        ValueError: what `extend` raises for.
+        given: options of `extend` that the user has set.
     """
     model, library = folder / NAME, folder / "library.jsonl"
     options = settings(device, given)
@@ -34,23 +30,22 @@ def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
         file = embedded_file()
         require_writable(folder)
         print(
-            f"This takes {NAME}, a small model that reads texts of up to 8,192 tokens, to {options['to']:,}.\n"
-            "It measures the model, trains it on this machine, measures it again, and says what was won and lost.\n"
-            "All that it needs is installed. It is `rope-patch extend` with less training and fewer questions than\n"
-            "that would choose. Ctrl-C stops it, and the same command goes on.\n\n"
+            f"This extends the context window of {NAME}, a small model, from 8,192 to {options['to']:,} tokens.\n"
+            "It measures the model, trains it on this machine and measures it again. Nothing is downloaded. It is\n"
+            "`rope-patch extend` with less training and fewer questions. Ctrl-C stops it; the same command resumes.\n\n"
             f"Unpacking the model from the package of {file.name}.",
             flush=True,
         )
-        with others_quiet(), redirect_stderr(StringIO()):  # a bar of a few seconds, without a switch of its own
+        with others_quiet(), redirect_stderr(StringIO()):  # a progress bar that has no switch
             unpack_embedded(model)
     write_library(library)
     done = extend(model, data=library, output=folder / "extended", **options)
-    assert isinstance(done, Extended)  # and not a plan
+    assert isinstance(done, Extended)  # no plan, for mypy
     return done
 
 
 def next_command(folder: Path) -> str:
-    """What to type after the demo, as it can be typed here."""
+    """The command to try next, in a form that works here."""
     typed = sys.argv[0] if Path(sys.argv[0]).name == "rope-patch" else f"{sys.executable} -m trl_ext"
     command = "rope-patch" if shutil.which("rope-patch") else typed
     return f"{command} extend {folder / NAME} --to 65536 --data YOUR_TEXTS.jsonl --output extended --dry-run"

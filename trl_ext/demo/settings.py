@@ -1,21 +1,21 @@
-"""What the demo asks of `extend`, as values. Imports nothing heavy, for `rope-patch demo --help` to answer at once."""
+"""Options with which the demo calls `extend`. Imports nothing heavy: `rope-patch demo --help` needs them."""
 
 from typing import Any
 
 NAME = "SmolLM2-135M-Instruct"
-"""Of the model, and of the folder that it is unpacked to."""
+"""Name of the model and of its folder."""
 
 TO = {"cuda": 65536, "cpu": 12288}
-"""Target window by device; the model's own is 8192."""
+"""Target context window by device; that of the model is 8192."""
 
 ROWS_PER_STEP = {"cuda": 8, "cpu": 2}
 """Rows in an optimizer step by device."""
 
-# of a case that was measured on a GPU (research/results/keeping.md), with a quarter of the rows and fewer prompts
+# a case that was measured on a GPU (research/results/keeping.md), with a quarter of the rows and fewer prompts
 _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 
-# Two cores read a row of 12288 tokens in about a minute, which is what most of the time goes to. Of eight chats that
-# the model writes in a minute there one or two end, so rows of chats are left out.
+# Two cores read a row of 12288 tokens in about a minute, which takes most of the time. They write eight chats in a
+# minute, of which one or two end, so there are no rows of chats.
 _CPU: dict[str, Any] = {
     "rows": 12,
     "row_length": 1024,
@@ -27,11 +27,11 @@ _SHORT_PROMPTS = {"cuda": (4096, 16384), "cpu": (2048,)}
 
 
 def settings(device: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Options of `trl_ext.extend` but for model, data and output; those that are given win.
+    """Options of `trl_ext.extend` without model, data and output.
 
     Args:
         device: "cpu" or "cuda".
-        given: options by name.
+        given: options that the user has set, which win.
     """
     to = given.get("to", TO[device])
     lengths = (*(length for length in _SHORT_PROMPTS[device] if length < to), to)

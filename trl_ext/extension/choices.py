@@ -1,6 +1,7 @@
-"""The choices of an extension that its user leaves open: docs/choosing.md and research/results/keeping.md as code."""
+"""The choices of an extension that the user leaves open: docs/choosing.md and research/results/keeping.md as code."""
 
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any, Literal
 
 from rope_patch import patch_model
@@ -15,7 +16,7 @@ from .facts import ModelFacts
 from .machine import GIB, Machine
 from .options import FACTS, ROWS_PER_STEP, ExtendOptions
 
-Basis = Literal["measured", "not measured", "asked for"]
+Basis = Literal["measured", "not measured", "your choice"]
 
 _MEASURED_MODEL = "llama", 135e6  # type and parameters of the model that the rate of 3e-4 was measured on
 _SAME_SIZE = 0.1  # share of these by which a model may differ and have its rate
@@ -27,6 +28,26 @@ _LONGEST_ROW = 32768  # 256 longer ones are more than 8M tokens
 _OWN_TOKENS = 100_000  # 420 chats were measured, of 95 thousand tokens
 _FREE = 0.9  # of free memory that a step may take
 _EVAL = {"cuda": (40, 4), "cpu": (10, 1)}  # prompts a length, rows of the target's length
+_YOURS = "You set it."
+
+# the first one that the model supports is taken
+_RESCALINGS = {
+    "ntk": "It loses least within the original window, and no other RoPE scaling is supported by more programs. With a "
+    "factor of twice target / window it reads to the end, with that ratio alone it did not",
+    "yarn": "It reaches as far without training as with much training, but loses more within the window than NTK, "
+    "which this model does not support",
+}
+_KINDS = {
+    "text": "your texts",
+    "chats": "chats that it writes itself",
+    "own_texts": "texts that it writes itself",
+    "questions": "questions about facts hidden in your texts",
+}
+_TRAINED = {
+    "all": "all weights",
+    "qkv": "the projections to queries, keys and values",
+    "lora": "adapters on the attention projections (LoRA)",
+}
 
 
 @dataclass(frozen=True)
@@ -38,8 +59,8 @@ class Choice:
         value: the decision, as JSON values.
         text: the value in words.
         reason: why.
-        basis: whether the reason was measured; unless it says otherwise, on `SmolLM2-135M-Instruct`.
-        flag: of the command line, which changes it.
+        basis: whether the reason was measured, on `SmolLM2-135M-Instruct` unless it names another model.
+        flag: the flag that changes it.
     """
 
     name: str
@@ -98,36 +119,21 @@ class Choices:
 
     def step(self, device: str) -> Step:
         """A step of this training, for estimates of its memory."""
-        weights = self.weights.value
-        return _step(
-            weights["train"],
-            weights["gradient_checkpointing"],
-            weights["lora_rank"],
-            self.objective.value,
-            self.precision.value,
-            self.rows.value["length"],
-            device,
-        )
+        length = self.rows.value["length"]
+        return _step(self.weights.value, self.objective.value, self.precision.value, length, device)
 
 
-def _step(
-    train: str,
-    checkpointing: bool,
-    lora_rank: int,
-    objective: dict[str, Any],
-    precision: str,
-    row_length: int,
-    device: str,
-) -> Step:
+def _step(weights: dict[str, Any], objective: dict[str, Any], precision: str, row_length: int, device: str) -> Step:
+    autocast = precision == "bf16"
     return Step(
-        train=train,
-        lora_rank=lora_rank,
+        train=weights["train"],
+        lora_rank=weights["lora_rank"],
         row_length=row_length,
-        autocast=precision == "bf16",
-        checkpointing=checkpointing,
+        autocast=autocast,
+        checkpointing=weights["gradient_checkpointing"],
         teacher=_teaches(objective),
         own_loss=objective["objective"] == "native-distill" or bool(objective["objective_args"]),
-        weight_bytes=2 if train == "lora" and precision == "bf16" else 4,
+        weight_bytes=2 if weights["train"] == "lora" and autocast else 4,
         device=device,
     )
 
@@ -138,10 +144,10 @@ def _teaches(objective: dict[str, Any]) -> bool:
 
 
 def choose(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choices:
-    """Make every decision; what the user asked for wins.
+    """Make every decision; options of the user win.
 
     Raises:
-        ValueError: a choice of the user, or every choice, does not fit the model or the machine.
+        ValueError: an option, or every possible choice, does not fit the model or the machine.
     """
     rescaling, view = _rescaling(facts, options), _view(facts, options)
     objective, precision = _objective(facts, options), _precision(options, machine)
@@ -159,6 +165,11 @@ def choose(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choic
     )
 
 
+def _yours(name: str, value: Any, text: str, flag: str, reason: str = _YOURS) -> Choice:
+    """A choice that the user has made."""
+    return Choice(name, value, text.strip(), reason, "your choice", flag)
+
+
 def _rescaling(facts: ModelFacts, options: ExtendOptions) -> Choice:
     flag = "--rescale, --rescale-args"
     if options.rescale is not None:
@@ -167,35 +178,25 @@ def _rescaling(facts: ModelFacts, options: ExtendOptions) -> Choice:
         if reason is not None:
             raise ValueError(f"--rescale {options.rescale}: {reason}")
         value = {"rescale": options.rescale, "rescale_args": args}
-        return Choice(
-            "rescaling", value, f"{options.rescale} {args or ''}".strip(), "You asked for it.", "asked for", flag
-        )
-    times = options.to / facts.window
-    refused: list[str] = []
-    for method, reason in (
-        (
-            "ntk",
-            "It loses least of what the model could do within its window, and no other RoPE scaling is supported by "
-            "more programs. A factor of twice target / window reads to the end; with once that factor it did not",
-        ),
-        (
-            "yarn",
-            "It reaches as far without training as with much training, but loses more within the window than NTK, "
-            "which this model does not support",
-        ),
-    ):
-        factor = RESCALINGS[method].factor_per_window * times
-        args = {"factor": factor}
+        return _yours("rescaling", value, f"{options.rescale} {args or ''}", flag)
+    times, refused = options.to / facts.window, ""
+    for method, reason in _RESCALINGS.items():
+        args = {"factor": RESCALINGS[method].factor_per_window * times}
         why = _why_not(facts, options, method, args)
-        if why is None:
-            measured = method == "ntk" and times == 8
-            beside = "" if measured else f"; measured for 8 times the window, and this is {times:.3g} times"
-            note = f" (NTK is refused: {refused[0].rstrip('.')})" if refused else ""
-            value = {"rescale": method, "rescale_args": args}
-            basis: Basis = "measured" if measured else "not measured"
-            return Choice("rescaling", value, f"{method} by {factor:g}", f"{reason}{note}{beside}.", basis, flag)
-        refused.append(why)
-    raise ValueError(f"no rescaling fits this model: {' '.join(refused)} --rescale names another.")
+        if why is not None:
+            refused += f"{why} "
+            continue
+        measured = method == "ntk" and times == 8
+        beside = "" if measured else f"; measured for 8 times the window, and this is {times:.3g} times"
+        note = f" (NTK is refused: {refused.rstrip('. ')})" if refused else ""
+        value = {"rescale": method, "rescale_args": args}
+        text = f"{method} by {args['factor']:g}"
+        return Choice("rescaling", value, text, f"{reason}{note}{beside}.", _basis(measured), flag)
+    raise ValueError(f"no RoPE scaling fits this model: {refused}--rescale sets another.")
+
+
+def _basis(measured: bool) -> Basis:
+    return "measured" if measured else "not measured"
 
 
 def _why_not(facts: ModelFacts, options: ExtendOptions, method: str, args: dict[str, Any]) -> str | None:
@@ -212,7 +213,7 @@ def _why_not(facts: ModelFacts, options: ExtendOptions, method: str, args: dict[
         return str(error)
     reached = rescaling.target_window(facts.window)
     if reached is not None and reached < options.to:
-        return f"its window is {reached} positions, and --to asks for {options.to}: give it a larger factor."
+        return f"its window is {reached} positions, and --to is {options.to}: give it a larger factor."
     return None
 
 
@@ -220,19 +221,18 @@ def _view(facts: ModelFacts, options: ExtendOptions) -> Choice:
     flag = "--view, --view-args"
     if options.view is not None:
         value = {"view": options.view, "view_args": options.view_args or {}}
-        text = f"{options.view} {options.view_args or ''}".strip()
-        return Choice("positions", value, text, "You asked for it.", "asked for", flag)
+        return _yours("positions", value, f"{options.view} {options.view_args or ''}", flag)
     if "views" in facts.missing:
         raise ValueError(
-            f"views cannot shift the positions of this model's rows: {facts.missing['views'].rstrip('.')}. Train "
-            f"on rows of the target's length: --view standard --objective clm --row-length {options.to}."
+            f"views cannot shift the position IDs of this model: {facts.missing['views'].rstrip('.')}. Train on rows "
+            f"of the target's length: --view standard --objective clm --row-length {options.to}."
         )
     views = ["standard", {"view": "pose", "target": options.to, "chunks": 4}]
     return Choice(
         "positions",
         {"view": "mix", "view_args": {"views": views}},
-        f"half of the rows at their own positions, half in four pieces with gaps in positions, up to {options.to:,}",
-        "Rows of the window's length teach positions up to the target, and rows without gaps keep short contexts.",
+        f"half of the rows with their own position IDs, half in four pieces with gaps between, up to {options.to:,}",
+        "Rows of the original length teach positions up to the target, and rows without gaps keep short contexts.",
         "measured",
         flag,
     )
@@ -243,17 +243,16 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
     keep = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}
     if options.objective is not None:
         args = {**(keep if options.objective == "native-distill" else {}), **(options.objective_args or {})}
-        text = f"{options.objective} {options.objective_args or ''}".strip()
         value = {"objective": options.objective, "objective_args": args}
-        return Choice("objective", value, text, "You asked for it.", "asked for", flag)
+        return _yours("objective", value, f"{options.objective} {options.objective_args or ''}", flag)
     reason = facts.missing.get("self-distillation")
     if reason is not None:
         return Choice(
             "objective",
             {"objective": "clm", "objective_args": {}},
             "next-token loss of all tokens",
-            "Answers weigh little in it: in one seed SmolLM2-135M found .54 of the passkeys at 60000 tokens, and .88 "
-            f"with a teacher and with weighted answers. Neither is possible here: {reason}",
+            "Answers have little weight in it: in one seed SmolLM2-135M found .54 of the passkeys at 60000 tokens, and "
+            f".88 with a teacher and with weighted answers. This model supports neither: {reason}",
             "measured",
             flag,
         )
@@ -261,8 +260,8 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
         "objective",
         {"objective": "native-distill", "objective_args": keep},
         "distillation from the original model on all tokens, and a next-token loss of answers and, less, of all text",
-        "It keeps the model's own wording: its KL to the original is .13 nats, without a teacher .77. At least as many "
-        "far answers are found without one: --objective native-distill --objective-args '{\"weight\": 0}'.",
+        "It keeps the wording of the model: its KL to the original is .13 nats, without a teacher .77. Without one, at "
+        "least as many far answers are found: --objective native-distill --objective-args '{\"weight\": 0}'.",
         "measured",
         flag,
     )
@@ -270,39 +269,30 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
 
 def _precision(options: ExtendOptions, machine: Machine) -> Choice:
     if options.precision is not None:
-        return Choice(
-            "precision", options.precision, options.precision, "You asked for it.", "asked for", "--precision"
-        )
+        return _yours("precision", options.precision, options.precision, "--precision")
     if machine.bf16:
-        return Choice(
-            "precision",
-            "bf16",
-            "products in bfloat16, trained weights in float32",
-            "Weights of 16 bits would round small steps away.",
-            "measured",
-            "--precision",
-        )
-    why = "A CPU is not faster in 16 bits." if machine.device == "cpu" else "This GPU has no fast bfloat16."
-    return Choice("precision", "float32", "float32", why, "not measured", "--precision")
+        text, reason = "bfloat16 autocast, float32 weights", "Weights of 16 bits would round small steps away."
+        return Choice("precision", "bf16", text, reason, "measured", "--precision")
+    reason = "A CPU is not faster in 16 bits." if machine.device == "cpu" else "This GPU has no fast bfloat16."
+    return Choice("precision", "float32", "float32", reason, "not measured", "--precision")
 
 
 def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) -> Choice:
-    own = "chats" if facts.is_chat else "own_texts"
     length = options.row_length or min(facts.window, _LONGEST_ROW)
     if _teaches(objective) and length > facts.window:
         raise ValueError(
-            f"--row-length must be at most the window of {facts.window}, within which the teacher predicts, got "
-            f"{length}. Without a teacher, --objective native-distill --objective-args '{{\"weight\": 0}}', rows may "
-            "be longer."
+            f"--row-length must be at most the context window of {facts.window}, within which the teacher predicts, "
+            f"got {length}. Without a teacher, --objective native-distill --objective-args '{{\"weight\": 0}}', rows "
+            "may be longer."
         )
     if length > options.to:
         raise ValueError(f"--row-length must be at most --to, {options.to}, got {length}.")
     count = options.rows or _ROWS
-    weights = dict(options.shares or {"text": 1.0, own: 1.0, "questions": 1.0})
-    rows_of = rows_by_kind(count, weights)
-    shares = {kind: weight for kind, weight in weights.items() if kind in rows_of}  # a weight of 0 asks for no rows
+    weights = dict(options.shares or {"text": 1.0, "chats" if facts.is_chat else "own_texts": 1.0, "questions": 1.0})
+    counts = rows_by_kind(count, weights)
+    shares = {kind: weight for kind, weight in weights.items() if kind in counts}  # a weight of 0 gives no rows
     if "chats" in shares and not facts.is_chat:
-        raise ValueError("--shares: a model without a chat template writes no chats. Take own_texts in their place.")
+        raise ValueError("--shares: a model without a chat template writes no chats. Use own_texts instead.")
     short = 0.25 if options.short is None else options.short
     value = {
         "n": count,
@@ -313,128 +303,80 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) 
         "label_all": objective["objective"] == "clm",
         "own_tokens": options.own_tokens or _OWN_TOKENS,
     }
-    given = (options.rows, options.row_length, options.shares, options.short, options.own_tokens)
-    asked = options.facts != FACTS or any(value is not None for value in given)
-    parts = ", ".join(_KINDS[kind] for kind in shares)
-    reason = (
-        "You asked for other rows than those that were measured: 256 of the window, a third of each kind."
-        if asked
-        else "What is trained on decides what is kept: texts keep reading, its own words keep its way of speaking, "
-        "questions teach to find what is far."
-    )
+    share = "a quarter" if short == 0.25 else f"{100 * short:.0f} %"
+    cut = f"; {share} of them as eight short ones" if short else ""
+    text = f"{count} of {length:,} tokens: {', '.join(_KINDS[kind] for kind in shares)}{cut}"
+    flag = "--rows, --row-length, --shares, --short, --facts, --own-tokens"
+    set_by_user = (options.rows, options.row_length, options.shares, options.short, options.own_tokens)
+    if options.facts == FACTS and all(option is None for option in set_by_user):
+        reason = "Texts keep reading, its own words keep its wording, and questions teach to find what is far away."
+        return Choice("rows", value, text, reason, _basis(length == facts.window and facts.is_chat), flag)
+    reason = "Measured were 256 rows of the context window, a third of each kind."
     if options.facts != FACTS and "questions" not in shares:
-        reason += " --facts is not needed: no questions."
+        reason += " --facts has no effect: there are no questions."
     if options.own_tokens is not None and not {"chats", "own_texts"} & shares.keys():
-        reason += " --own-tokens is not needed: the model writes none of the rows."
-    measured = not asked and length == facts.window and facts.is_chat
-    return Choice(
-        "rows",
-        value,
-        f"{count} of {length:,} tokens: {parts}{_short_text(short)}",
-        reason,
-        "asked for" if asked else "measured" if measured else "not measured",
-        "--rows, --row-length, --shares, --short, --facts, --own-tokens",
-    )
-
-
-def _short_text(share: float) -> str:
-    return f"; {'a quarter' if share == 0.25 else f'{100 * share:.0f} %'} of them as eight short ones" if share else ""
+        reason += " --own-tokens has no effect: the model writes none of the rows."
+    return _yours("rows", value, text, flag, reason)
 
 
 def _weights(
     facts: ModelFacts, options: ExtendOptions, machine: Machine, objective: Choice, precision: Choice, rows: Choice
 ) -> Choice:
-    """The first way to train that fits: all weights, then q, k and v, then adapters, without checkpointing first."""
-    flag = "--train, --lora-rank, --gradient-checkpointing"
+    """The first way to train that fits: all weights, q, k and v, adapters; each without checkpointing first."""
     trains = ["all", "qkv", "lora"] if options.train is None else [options.train]
     if not facts.size.qkv and options.train is None:
         trains.remove("qkv")
-    shared_teacher = not _teaches(objective.value) or "native_rope" not in facts.missing
-    if not shared_teacher and options.train is None:
-        trains.remove("lora")
     on_off = [False, True] if options.gradient_checkpointing is None else [options.gradient_checkpointing]
     if "gradient checkpointing" in facts.missing:
         if options.gradient_checkpointing:
             raise ValueError(f"--gradient-checkpointing: {facts.missing['gradient checkpointing']}")
         on_off = [False]
-    needs = []
-    for train in trains:
-        for checkpointing in on_off:
-            step = _step(
-                train,
-                checkpointing,
-                options.adapter_rank,
-                objective.value,
-                precision.value,
-                rows.value["length"],
-                machine.device,
-            )
-            needed = peak_memory(facts.size, step)
-            needs.append((train, checkpointing, needed))
-            if needed.total <= _FREE * machine.memory:
-                return _weights_choice(options, machine, needs, flag)
+    length, needs = rows.value["length"], []
+    for train, checkpointing in product(trains, on_off):
+        value = {"train": train, "lora_rank": options.adapter_rank, "gradient_checkpointing": checkpointing}
+        needed = peak_memory(facts.size, _step(value, objective.value, precision.value, length, machine.device))
+        needs.append((train, checkpointing, needed))
+        if needed.total <= _FREE * machine.memory:
+            return _weights_choice(options, machine, needs, value)
     train, _, least = min(needs, key=lambda way: way[2].total)
     raise ValueError(
-        f"training does not fit: rows of {rows.value['length']:,} tokens need {least.total / GIB:.1f} GiB at least "
+        f"training does not fit: rows of {length:,} tokens need {least.total / GIB:.1f} GiB at least "
         f"({train}), and {_FREE * machine.memory / GIB:.1f} of {machine.memory / GIB:.1f} GiB may be taken on "
         f"{machine.name}. Give a smaller --row-length, or use a larger machine."
     )
 
 
-_KINDS = {
-    "text": "your texts",
-    "chats": "chats that it writes itself",
-    "own_texts": "texts that it writes itself",
-    "questions": "questions about facts hidden in your texts",
-}
-_TRAINED = {
-    "all": "all weights",
-    "qkv": "the projections to queries, keys and values",
-    "lora": "adapters on the attention projections (LoRA)",
-}
-
-
 def _weights_choice(
-    options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], flag: str
+    options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], value: dict[str, Any]
 ) -> Choice:
+    flag = "--train, --lora-rank, --gradient-checkpointing"
     train, checkpointing, needed = needs[-1]
     rank = f" of rank {options.adapter_rank}" if train == "lora" else ""
-    again = ", activations computed again in backward (gradient checkpointing)" if checkpointing else ""
-    value = {"train": train, "lora_rank": options.adapter_rank, "gradient_checkpointing": checkpointing}
-    room = f"{needed.total / GIB:.1f} of {machine.memory / GIB:.1f} GiB"
-    unused = "" if options.lora_rank is None or train == "lora" else " --lora-rank is not needed: no adapters."
+    again = ", with gradient checkpointing" if checkpointing else ""
+    text = f"{_TRAINED[train]}{rank}{again}"
+    memory = f"A step takes {needed.total / GIB:.1f} of {machine.memory / GIB:.1f} GiB."
+    unused = "" if options.lora_rank is None or train == "lora" else " --lora-rank has no effect: no adapters."
     if options.train is not None:
-        return Choice(
-            "weights",
-            value,
-            f"{_TRAINED[train]}{rank}{again}",
-            f"You asked for it. A step takes {room}.",
-            "asked for",
-            flag,
-        )
+        return _yours("weights", value, text, flag, f"{_YOURS} {memory}")
     if train == "all":
-        reason = f"They fit: a step takes {room}.{unused}"
-        return Choice("weights", value, f"{_TRAINED[train]}{again}", reason, "measured", flag)
-    before = ", ".join(
-        f"{_TRAINED[name]} would take {memory.total / GIB:.1f} GiB"
-        for name, is_on, memory in needs[:-1]
+        return Choice("weights", value, text, f"They fit. {memory}{unused}", "measured", flag)
+    larger = ", ".join(
+        f"{_TRAINED[name]} would take {way.total / GIB:.1f} GiB"
+        for name, is_on, way in needs[:-1]
         if name != train and is_on == needs[-2][1]
     )
-    return Choice(
-        "weights",
-        value,
-        f"{_TRAINED[train]}{rank}{again}",
-        f"{before[:1].upper()}{before[1:]}, and a step so takes {room}. In one seed on SmolLM2-135M q, k and v "
-        f"alone found fewer numbers far away than all weights, adapters on all matrices as many.{unused}",
-        "not measured",
-        flag,
+    larger = f"{larger[:1].upper()}{larger[1:]}. " if larger else ""
+    reason = (
+        f"{larger}{memory} In one seed on SmolLM2-135M q, k and v alone found fewer numbers far away than all weights, "
+        f"adapters on all matrices as many.{unused}"
     )
+    return Choice("weights", value, text, reason, "not measured", flag)
 
 
 def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict[str, Any]) -> Choice:
+    flag = "--learning-rate"
     if options.learning_rate is not None:
-        text = f"{options.learning_rate:.2g}"
-        return Choice("rate", options.learning_rate, text, "You asked for it.", "asked for", "--learning-rate")
+        return _yours("rate", options.learning_rate, f"{options.learning_rate:.2g}", flag)
     kind, parameters = facts.config.get_text_config(decoder=True).model_type, facts.size.parameters
     known = kind == _MEASURED_MODEL[0] and abs(parameters / _MEASURED_MODEL[1] - 1) < _SAME_SIZE
     measured = known and train != "lora" and options.rows_per_step == ROWS_PER_STEP
@@ -447,8 +389,8 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
     else:
         rate = _CAREFUL_RATE
         reason = (
-            f"The rate at which Gemma-3-270M stayed close to what it was, in three seeds: {_RATE:g}, which "
-            "SmolLM2-135M took, broke that model. A higher one may teach more"
+            f"The rate at which Gemma-3-270M stayed close to the original, in three seeds: {_RATE:g}, which is right "
+            "for SmolLM2-135M, broke that model. A higher one may teach more"
         )
     if known and options.rows_per_step != ROWS_PER_STEP:
         reason += f". That was with {ROWS_PER_STEP} rows a step, not {options.rows_per_step}"
@@ -460,46 +402,40 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
             "SmolLM2-135M with adapters on all matrices, not on attention alone, found as many numbers in three seeds"
         )
     rate = float(f"{rate:.1g}")
-    return Choice(
-        "rate", rate, f"{rate:.0e}", f"{reason}.", "measured" if measured else "not measured", "--learning-rate"
-    )
+    return Choice("rate", rate, f"{rate:.0e}", f"{reason}.", _basis(measured), flag)
 
 
 def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choice:
     prompts, n_rows = _EVAL[machine.device]
-    window, to = facts.window, options.to
-    if machine.device == "cuda":
-        lengths = sorted(
-            {window >> k for k in range(1, 4)} | {window << k for k in range(20) if window << k < to} | {to}
-        )
-    else:
-        lengths = [window // 4, window, to]
+    window, to, on_gpu = facts.window, options.to, machine.device == "cuda"
+    lengths = [window // 4, window, to]
+    if on_gpu:
+        doubled = {window << k for k in range(20) if window << k < to}
+        lengths = sorted({window >> k for k in range(1, 4)} | doubled | {to})
     lengths = list(dict.fromkeys(options.lengths)) or lengths  # one that is named twice would be asked and count twice
     wanted = options.prompts or prompts
-    prompts = _of_depths(wanted)
-    asked = bool(options.lengths or options.prompts)
-    keys = " and as many for one among look-alikes" if machine.device == "cuda" else ""
-    at = ", ".join(f"{n:,}" for n in lengths)
+    # as many at each depth; fewer prompts than depths have some of them
+    prompts = wanted if wanted < len(DEPTHS) else -(-wanted // len(DEPTHS)) * len(DEPTHS)
+    keys = " and as many with look-alike keys" if on_gpu else ""
     text = (
-        f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of {at} tokens, {prompts} "
-        f"question{'s' * (prompts > 1)} each for a hidden number (passkey){keys}, as the model writes the answers"
+        f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of "
+        f"{', '.join(f'{n:,}' for n in lengths)} tokens, {prompts} question{'s' * (prompts > 1)} each for a hidden "
+        f"number (passkey){keys}, answered by generation"
     )
-    reason = (
-        "You asked for it."
-        if asked
-        else "What was lost shows within the window, what was won beyond it; on a GPU there is time for more."
-    )
+    notes = ""
     if prompts > wanted:
-        reason += f" {wanted} prompts are made {prompts}, as many at each of {len(DEPTHS)} depths."
+        notes += f" {wanted} prompts are made {prompts}, as many at each of {len(DEPTHS)} depths."
     if prompts < MIN_DIFFERENT:
-        reason += " So few prompts are examples only, and count neither as won nor as lost."
+        notes += " So few prompts are examples only, and count neither as better nor as worse."
     elif prompts < 40:
-        reason += " So few prompts show large changes only."
-    measures = ["cliff", "passkey", *(["niah-multikey"] if machine.device == "cuda" else [])]
-    value = {"measures": measures, "prompts": prompts, "lengths": lengths, "n_rows": n_rows}
-    return Choice("measuring", value, text, reason, "asked for" if asked else "not measured", "--prompts, --lengths")
-
-
-def _of_depths(prompts: int) -> int:
-    """As many prompts, or the next number that spreads alike over all depths; fewer than these have some of them."""
-    return prompts if prompts < len(DEPTHS) else -(-prompts // len(DEPTHS)) * len(DEPTHS)
+        notes += " So few prompts show large changes only."
+    value = {
+        "measures": ["cliff", "passkey", *(["niah-multikey"] if on_gpu else [])],
+        "prompts": prompts,
+        "lengths": lengths,
+        "n_rows": n_rows,
+    }
+    if options.lengths or options.prompts:
+        return _yours("measuring", value, text, "--prompts, --lengths", f"{_YOURS}{notes}")
+    reason = "Losses show within the original window and gains beyond it; a GPU has time for more prompts."
+    return Choice("measuring", value, text, f"{reason}{notes}", "not measured", "--prompts, --lengths")

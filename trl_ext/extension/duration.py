@@ -1,17 +1,17 @@
-"""How long a training takes, by arithmetic and a short calibration of the machine."""
+"""Estimate the time of a training from its operations and a short calibration of the machine."""
 
 from dataclasses import dataclass
 
 from ..memory.step import MASKS_TO, ModelSize, Step
 
-_SHARE = 0.62  # of the rate of a large product that the operations of a step reach
-_MASKED_SHARE = 0.4  # of that rate, for attention under a mask
-_CALLS = 90  # operations that a layer's forward starts one by one; its backward starts twice as many
-_ADAPTER_CALLS = 70  # added by adapters on q, k, v and o of a layer
-_CHECKPOINT_CALLS = 200  # added by checkpointing a layer: hooks pack and unpack its saved tensors one by one
-_BLOCK_CALLS = 20  # added by each block of queries in a layer with a window, trained without masks
+_SHARE = 0.62  # part of the speed of a large product that the operations of a step reach
+_MASKED_SHARE = 0.4  # the same of attention with a mask, relative to other operations
+_CALLS = 90  # kernels that the forward pass of a layer launches; its backward pass launches twice as many
+_ADAPTER_CALLS = 70  # more for adapters on q, k, v and o of a layer
+_CHECKPOINT_CALLS = 200  # more for a checkpointed layer, whose hooks pack and unpack each saved tensor
+_BLOCK_CALLS = 20  # more for each block of queries in a layer with a sliding window, trained without masks
 ROUGH = 2.0
-"""Times by which minutes are off, either way, before the first steps are measured."""
+"""Factor by which an estimate of minutes may be wrong before the first steps are timed."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Rate:
     """How fast a machine is.
 
     Args:
-        operations: floating-point operations a second, of a product of two large matrices.
-        call: seconds that one small operation takes, which bounds small models on a GPU.
+        operations: floating-point operations a second, in a product of two large matrices.
+        call: seconds that a small operation takes; many of them bound small models on a GPU.
     """
 
     operations: float
@@ -61,7 +61,7 @@ def forward_operations(size: ModelSize, length: int) -> float:
 
 
 def _attention(size: ModelSize, length: int, *, masked: bool) -> float:
-    """Of a forward, as many as take so long without a mask."""
+    """Operations of a forward pass; those with a mask count as many as take the same time without."""
     near: float = length / 2
     if _has_windows(size, length):
         near = (length if masked else min(size.block * size.keys_in_block, length)) / _MASKED_SHARE
@@ -74,8 +74,8 @@ def _has_windows(size: ModelSize, length: int) -> bool:
 
 
 def step_calls(size: ModelSize, step: Step) -> float:
-    """Operations that one row starts one by one."""
-    forwards = 1 + step.checkpointing + step.teacher + 2  # backward starts as many as two
+    """Kernels that one row launches."""
+    forwards = 1 + step.checkpointing + step.teacher + 2  # a backward pass launches as many as two
     layer_operations = forwards * (_CALLS + (_ADAPTER_CALLS if step.train == "lora" else 0))
     blocks = 0.0
     if _has_windows(size, step.row_length) and step.row_length >= MASKS_TO:
@@ -84,5 +84,5 @@ def step_calls(size: ModelSize, step: Step) -> float:
 
 
 def forward_calls(size: ModelSize) -> float:
-    """Operations that a forward starts one by one."""
+    """Kernels that a forward pass launches."""
     return float(size.n_layers * _CALLS)

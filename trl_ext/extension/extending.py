@@ -12,7 +12,6 @@ import torch
 from rope_patch import patch_model
 from rope_patch.base.environment import installed_versions
 from rope_patch.base.registry import unknown
-from rope_patch.checkpoints.checked_loading import load_checkpoint
 from rope_patch.eval.report import require_report
 from rope_patch.eval.results.cache import files_hash
 from rope_patch.export import PROGRAMS, export, require_served
@@ -23,8 +22,7 @@ from rope_patch.methods import resolve_view
 from ..engines.device import choose_device, free_memory, require_one_process
 from ..recipes.stages import read_stages
 from ..rows.turns import SampledTurns
-from ..runs.checkpoint import ADAPTER_CONFIG
-from ..runs.folder import last_checkpoint, only_run, record_settings, require_same_settings
+from ..runs.folder import last_checkpoint, only_run, read_run_record, require_same_settings, write_whole
 from ..runs.model_files import begun_with, model_files, recorded_commit, require_same_model
 from ..trainer.window_check import check_window
 from . import measuring, rows, texts, training
@@ -34,7 +32,6 @@ from .machine import Machine
 from .messages import MessageFile, others_quiet
 from .options import ExtendOptions
 from .plan import ExtensionPlan
-from .stages import Stages
 
 _RECORD = "extend.json"
 
@@ -80,9 +77,9 @@ def extend(
 ) -> Extended | ExtensionPlan:
     """Extend the context window of a model, so that it keeps what it could do.
 
-    Measures the model, writes training rows, trains, exports and measures again. Choices follow measurements
-    (docs/choosing.md) and the memory of this machine, and are printed with their reasons. Each stage is kept in
-    `output`: the same call resumes an interrupted one, in training from the last checkpoint.
+    Measures the model, writes training rows, trains and exports by a recipe, and measures again. Choices follow
+    measurements (docs/choosing.md) and the memory of this machine, and are printed with their reasons. The result of
+    each step is kept in `output`: the same call resumes an interrupted one, in training from the last checkpoint.
 
     Args:
         model: hub id, or folder of a checkpoint.
@@ -127,100 +124,109 @@ class _Run:
         require_one_process("extend")
         options = replace(options, device=choose_device(options.device, torch.cuda.is_available()))
         self.options, self.tell, self.messages = options, tell, messages
-        self.stages = Stages(options.folder)
-        self._require_folder()
+        folder, self.record = options.folder, options.folder / _RECORD
+        begun = begun_with(self.record)
+        if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not begun):
+            raise ValueError(f"--output {folder} holds other files than those of an extension: name a new folder.")
         _require_targets(options)
-        self.facts = ModelFacts.of(
-            options.model,
-            options.model_revision,
-            recorded_commit(begun_with(self.record), options.model, options.model_revision),
-        )
+        commit = recorded_commit(begun, options.model, options.model_revision)
+        self.facts = ModelFacts.of(options.model, options.model_revision, commit)
         backend = getattr(self.facts.tokenizer, "backend_tokenizer", None)
         if "llama.cpp" in options.targets and backend is not None:
             require_known_tokenizer(self.facts.config.model_type, backend.to_str())
         if options.to <= self.facts.window:
             raise ValueError(
-                f"--to must be beyond the window of {self.facts.window} positions that {options.model} was trained on, "
-                f"got {options.to}: it reads that many already."
+                f"--to must be longer than the context window of {options.model}, {self.facts.window} positions, got "
+                f"{options.to}."
             )
         self.machine = Machine.of(str(options.device))
         self.settings = {
             **options.recorded(),
             "contents": [files_hash(file) for file in (*options.data, *options.held_out) if Path(file).is_file()],
         }
-        require_same_settings(
-            self.record,
-            self.settings,
-            "--output, or the options that it was begun with",
-            {"contents": "contents of --data or --held-out"},
-        )
+        hashed = {"contents": "contents of --data or --held-out"}
+        require_same_settings(self.record, self.settings, "--output, or the options that it was begun with", hashed)
         self.model_files = model_files(options.model)
         require_same_model(self.record, options.model, self.model_files, "--output")
-        self.choices = self._choices()
-        self.texts = texts.read(
-            self.facts,
-            options,
-            row_length=self.choices.rows.value["length"],
-            n_rows=self.choices.evaluation.value["n_rows"],
-        )
+        # a resumed run keeps its choices: memory that is free now may be another
+        if begun:
+            self.choices = Choices.from_dict(begun["choices"])
+        else:
+            self.choices = choose(self.facts, options, self.machine)
+        row_length, n_rows = self.choices.rows.value["length"], self.choices.evaluation.value["n_rows"]
+        self.texts = texts.read(self.facts, options, row_length=row_length, n_rows=n_rows)
         self.eval_plan = measuring.eval_plan(self.facts, options.to, self.choices, options.seed)
         self._check()
 
-    @property
-    def record(self) -> Path:
-        """The record of the run in its folder."""
-        return self.options.folder / _RECORD
-
     def go(self, dry_run: bool) -> Extended | ExtensionPlan:
-        """Run the remaining stages."""
-        plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.source)
+        """Run the remaining steps."""
+        resumes, log = self.record.is_file(), self.options.folder / "log.txt"
+        if dry_run or not resumes:
+            plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.source)
         if dry_run:
             return plan
         require_report(self.options.folder / "report")
-        log = self.options.folder / "log.txt"
-        resumes = self.record.is_file()
         if not resumes:
-            self.tell(f"{plan}\n\nWhat other packages print meanwhile goes to {log}.")
-            recorded = {
+            self.tell(f"{plan}\n\nMessages of other packages go to {log}.")
+            self.options.folder.mkdir(parents=True, exist_ok=True)
+            kept = {
                 "model_files": self.model_files,
                 "model_commit": self.facts.commit,
                 "choices": self.choices.to_dict(),
             }
-            record_settings(self.record, {**self.settings, **recorded}, "--output")
+            write_whole(self.record, {**self.settings, **kept})
         with only_run(self.record, "--output"):
             if resumes:
                 self._tell_resumed()
             self.messages.write_to(log)
-            return self._stages()
+            return self._run()
 
-    def _stages(self) -> Extended:
-        root, options, run = self.options.folder, self.options, self.stages.run
-        model, trained = root / "model", root / "training"
-        before = run("before", lambda: self._measure("Measuring the model as it is", measuring.BEFORE, None))
-        made = run("rows", lambda: self._rows(root / "rows.jsonl"))
-        run("train", lambda: self._train(trained, made["rows"]))
-        self._require_exported("model", model, trained)
-        served = {"transformers": run("model", lambda: self._export(trained, model, "transformers"))}
-        after = run("after", lambda: self._measure("Measuring it again, as it is served", measuring.AFTER, model))
-        for target in options.targets:
-            if target != "transformers":
-                folder = root / f"model-{target}"
-                self._require_exported(f"model-{target}", folder, model)
-                served[target] = run(f"model-{target}", lambda f=folder, t=target: self._export(model, f, t))  # type: ignore[misc]
+    def _run(self) -> Extended:
+        root, options, window = self.options.folder, self.options, self.facts.window
+        before = self._once("before", lambda: self._measure("Measuring the model as it is", measuring.BEFORE, None))
+        made = self._once("rows", lambda: self._rows(root / "rows.jsonl"))
+        if not self._is_trained():
+            self._train(made["rows"])
+        title = "Measuring it again, as it is served"
+        after = self._once("after", lambda: self._measure(title, measuring.AFTER, root / "model"))
+        for target in self._other_targets():
+            if not (root / f"model-{target}/config.json").is_file():
+                self._export(target)
         results = measuring.together(before, after)
         settings = {"model": self.facts.full_name, "data": ", ".join(options.data), "measured on": self.texts.source}
         settings |= installed_versions("trl")
         page = measuring.report(results, root / "report", self.facts.name, self.eval_plan, self.choices, settings)
-        window = self.facts.window
         return Extended(
             folder=root,
-            model=model,
-            commands={target: one["command"] for target, one in served.items()},
+            model=root / "model",
+            commands={
+                "transformers": PROGRAMS["transformers"](root / "model", options.to),
+                **{target: PROGRAMS[target](root / f"model-{target}", options.to) for target in self._other_targets()},
+            },
             report=page,
             table=measuring.table(results, window),
             verdict=measuring.verdict(results, window),
             answers=measuring.answers(results),
         )
+
+    def _other_targets(self) -> list[str]:
+        return [target for target in self.options.targets if target != "transformers"]
+
+    def _is_trained(self) -> bool:
+        """Whether the result of the training was exported; the folder of the training may be gone since."""
+        return (self.options.folder / "model/config.json").is_file()
+
+    def _file_of(self, step: str) -> Path:
+        return self.options.folder / "stages" / f"{step}.json"
+
+    def _once(self, step: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The figures of a step, from its file or else from `make()`, whose return is written to it."""
+        file = self._file_of(step)
+        if not file.is_file():
+            figures = make()
+            file.parent.mkdir(exist_ok=True)
+            write_whole(file, figures)
+        return read_run_record(file)
 
     def _measure(self, title: str, label: str, model: Path | None) -> dict[str, Any]:
         self.tell(f"\n{title}.")
@@ -232,7 +238,7 @@ class _Run:
             for line in measuring.lines(results, self.facts.window):
                 self.tell(line)
             minutes = (time.perf_counter() - begin) / 60
-            self.tell(f"  That took {minutes:.1f} minutes, and measuring again at the end takes about as long.")
+            self.tell(f"  That took {minutes:.1f} minutes. Measuring again at the end takes about as long.")
         return results
 
     def _rows(self, file: Path) -> dict[str, Any]:
@@ -242,57 +248,20 @@ class _Run:
             self.tell(f"  {line}")
         return made
 
-    def _train(self, folder: Path, n_rows: int) -> dict[str, Any]:
-        begun = last_checkpoint(folder)
-        self.tell(f"\nTraining{f', from {begun.name} on' if begun else ''}.")
-        made = training.train(self.facts, self.options, self.choices, n_rows, self.tell)
-        self.tell(f"  {made['steps']} steps, {made['tokens']:,} tokens, loss {made['loss']:.3f} at the end.")
-        return made
+    def _train(self, n_rows: int) -> None:
+        checkpoint = last_checkpoint(self.options.folder / "training")
+        self.tell(f"\nTraining{f' from {checkpoint.name} on' if checkpoint else ''}, and exporting the result.")
+        keys = training.recipe(self.facts, self.options, self.choices, n_rows)
+        figures = training.train(keys, self.options, n_rows, self.tell).stages["training"]
+        self.tell(f"  {figures.steps} steps, {figures.tokens:,} tokens, loss {figures.loss:.3f} at the end.")
 
-    def _require_exported(self, stage: str, folder: Path, source: Path) -> None:
-        """Export a model again if its folder was removed since an earlier run.
-
-        Raises:
-            ValueError: the source of the export was removed too.
-        """
-        if not self.stages.is_done(stage) or (folder / "config.json").is_file():
-            return
-        if not (source / "config.json").is_file() and not (source / ADAPTER_CONFIG).is_file():
-            raise ValueError(
-                f"{folder} is no longer there, nor is {source}, from which it would be exported again: put one of them "
-                "back, or name a new --output."
-            )
-        self.stages.forget(stage)
-
-    def _export(self, source: Path, folder: Path, target: str) -> dict[str, Any]:
+    def _export(self, target: str) -> None:
         self.tell(f"\nExporting for {target}.")
-        # a folder of an unfinished stage is left by a run that was stopped
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        for unfinished in unfinished_folders(folder):  # as large as the model
+        folder = self.options.folder / f"model-{target}"
+        for unfinished in unfinished_folders(folder):  # of a killed export, as large as the model
             shutil.rmtree(unfinished)
-        converter = self.options.converter if target == "llama.cpp" else None
-        # whole weights are trained in float32
-        is_adapter = (source / ADAPTER_CONFIG).is_file()
-        exported = source if is_adapter else load_checkpoint(source, dtype=self.facts.dtype)
-        made = export(exported, folder, target=target, converter=converter, window=self.options.to)
-        return {"command": made.command, "largest_difference": made.largest_difference}
-
-    def _require_folder(self) -> None:
-        folder = self.options.folder
-        if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not self.record.is_file()):
-            raise ValueError(f"--output {folder} holds other files than those of an extension: name a new folder.")
-
-    def _choices(self) -> Choices:
-        """The choices of the run in the folder, or new ones."""
-        if not self.record.is_file():
-            return choose(self.facts, self.options, self.machine)
-        choices = Choices.from_dict(begun_with(self.record)["choices"])
-        rescaling = choices.rescaling.value
-        twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
-        for target in self.options.targets:  # which may be others than those of the first call
-            require_served(target, twin)
-        return choices
+        model, converter = self.options.folder / "model", self.options.converter if target == "llama.cpp" else None
+        export(model, folder, target=target, converter=converter, window=self.options.to)
 
     def _check(self) -> None:
         """Raise now what training or measuring would raise later."""
@@ -302,6 +271,8 @@ class _Run:
             import peft  # noqa: F401  # an error names the missing package here
         length = self.choices.rows.value["length"]
         twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
+        for target in self.options.targets:  # a resumed run may name others
+            require_served(target, twin)
         checked = resolve_view(view["view"], view["view_args"])
         checked.check_run(stage.training)
         checked.check_length(length)
@@ -315,23 +286,20 @@ class _Run:
             raise ValueError(f"--lengths {' '.join(map(str, self.eval_plan.lengths))}: {error}") from error
 
     def _tell_resumed(self) -> None:
-        stages = {
-            "before": "measuring the model as it is",
-            "rows": "making training rows",
-            "train": "training",
-            "model": "exporting",
-            "after": "measuring it again",
-            **{f"model-{t}": f"exporting for {t}" for t in self.options.targets if t != "transformers"},
+        root = self.options.folder
+        steps = {
+            "measuring the model as it is": self._file_of("before").is_file(),
+            "making training rows": self._file_of("rows").is_file(),
+            "training and exporting": self._is_trained(),
+            "measuring it again": self._file_of("after").is_file(),
+            **{f"exporting for {t}": (root / f"model-{t}/config.json").is_file() for t in self._other_targets()},
         }
-        done = [words for name, words in stages.items() if self.stages.is_done(name)]
-        left = [words for name, words in stages.items() if not self.stages.is_done(name)]
+        left = [step for step, is_done in steps.items() if not is_done]
         if left:
-            self.tell(
-                f"This resumes what was begun in {self.options.folder}. Done, and not done again: "
-                f"{', '.join(done) or 'nothing'}. Next: {left[0]}."
-            )
+            done = ", ".join(step for step, is_done in steps.items() if is_done) or "nothing"
+            self.tell(f"Resuming the run in {root}. Finished: {done}. Next: {left[0]}.")
         else:
-            self.tell(f"All stages in {self.options.folder} are finished. This is the result:")
+            self.tell(f"The run in {root} is finished. This is the result:")
 
 
 def _require_targets(options: ExtendOptions) -> None:

@@ -46,16 +46,11 @@ class ModelFacts:
 
     @classmethod
     def of(cls, name: str, revision: str | None = None, commit: str | None = None) -> "ModelFacts":
-        """Read config and tokenizer; no weights.
-
-        Args:
-            name: hub id or folder.
-            revision: of a model on the hub; None is "main".
-            commit: with which a resumed run began; None takes the current one of the revision.
+        """Read config and tokenizer, no weights; a resumed run gives the `commit` with which it began.
 
         Raises:
-            ValueError: no such model or revision, a revision of a folder, a model without RoPE, window or tokenizer,
-                with code of its own, an adapter, or a model that is rescaled already.
+            ValueError: no such model or revision, a revision of a folder, a model without RoPE, context window or
+                tokenizer, with Python code of its own, an adapter, or a model with a RoPE scaling.
         """
         require_revision(revision, name, "--model-revision")
         if (Path(name) / "adapter_config.json").is_file():
@@ -93,11 +88,7 @@ class ModelFacts:
         return self.commit or self.revision
 
     def load(self, dtype: torch.dtype) -> Any:
-        """The model with its weights, on the CPU.
-
-        Raises:
-            ValueError: weights are missing, of another shape, or damaged.
-        """
+        """The model with its weights, on the CPU."""
         return load_checkpoint(self.name, dtype=dtype, revision=self.base_revision)
 
     def twin(self) -> PreTrainedModel:
@@ -145,18 +136,14 @@ class ModelFacts:
         sliding = self.description.local_layers
         return [
             f"{self.description.model}, {self.size.parameters:,} parameters, checkpoint in {str(self.dtype)[6:]}.",
-            f"Its context window is {self.window:,} positions: it was trained on texts of at most that many tokens.",
-            "It has a chat template, so it is asked and taught in chats too."
+            f"Its context window is {self.window:,} positions.",
+            "It has a chat template, so training and questions use chats too."
             if self.is_chat
-            else "It has no chat template, so it is a base model, asked and taught in running text.",
+            else "It has no chat template, so training and questions use running text.",
             f"Its tokenizer begins every text with {' '.join(begin)}."
             if begin
             else "Its tokenizer puts nothing before a text.",
-            *(
-                [f"Its layers of type {', '.join(sliding)} look back a short way only and keep their positions."]
-                if sliding
-                else []
-            ),
+            *([f"Layers of type {', '.join(sliding)} attend to near tokens and keep their RoPE."] if sliding else []),
         ]
 
 

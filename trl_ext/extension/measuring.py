@@ -1,4 +1,4 @@
-"""Measures of the model before and after training, and what improved or got worse."""
+"""Measure the model before and after training, and report what improved or got worse."""
 
 from math import exp, isfinite
 from pathlib import Path
@@ -112,17 +112,17 @@ def _figures(name: str, result: Result, window: int) -> list[tuple[str, str]]:
 
 
 def verdict(results: Results, window: int) -> list[str]:
-    """What was won and lost, in sentences."""
+    """What improved and what got worse, in sentences."""
     compared = regressions(results, window=window)
     sentences = []
-    for word, cells in (("Won", compared.above), ("Lost", compared.below)):
-        of_cells = [_sentence(cell) for cell in cells] or ["nothing that is beyond chance."]
-        sentences += [f"{word + ':':6}{sentence}" for sentence in of_cells]
+    for word, cells in (("Better", compared.above), ("Worse", compared.below)):
+        changes = [_sentence(cell) for cell in cells] or ["nothing beyond chance."]
+        sentences += [f"{word + ':':8}{change}" for change in changes]
     if any(not cell.higher_is_better for cell in compared.above + compared.below):
         sentences.append("The probability of the right next token is the geometric mean over tokens, exp(-loss).")
     if any(cell.is_of_one_text for cell in compared.cells):
         sentences.append(
-            "Figures of text are of the one row that was read: other texts may differ. "
+            "Losses are those of a single row, and other texts may differ. "
             "`rope-patch eval --cliff --rows 8` compares both models on more."
         )
     return [*sentences, *_unseen(results, compared)]
@@ -149,7 +149,7 @@ def _probabilities(*losses: float) -> list[str]:
 
 
 def _unseen(results: Results, compared: Regressions) -> list[str]:
-    """The smallest change of answers that this many prompts can show."""
+    """The smallest change of answers that this number of prompts can show."""
     asked = [
         len(result.at(length))
         for by_label in results.values()
@@ -161,18 +161,18 @@ def _unseen(results: Results, compared: Regressions) -> list[str]:
         return []
     if asked[0] < MIN_DIFFERENT:
         return [
-            f"Prompts of each length: {asked[0]}. Changes of answers are judged from {MIN_DIFFERENT} prompts on: "
+            f"Prompts of each length: {asked[0]}. Changes of answers are judged from {MIN_DIFFERENT} prompts on; "
             "--prompts sets the number."
         ]
     least = max(least_difference(cell) for cell in compared.cells if cell.higher_is_better)
     return [
-        f"With {asked[0]} prompts a length, changes of less than about {100 * least:.0f} points "
-        "may go unseen: --prompts asks more."
+        f"With {asked[0]} prompts a length, changes of less than about {100 * least:.0f} percentage points "
+        "may stay unseen: increase --prompts."
     ]
 
 
 def answers(results: Results) -> list[str]:
-    """One of the longest prompts, and what the model wrote before and after; nothing where none was asked."""
+    """One of the longest prompts, and the answers before and after; nothing if no question was asked."""
     for by_label in results.values():
         before, after = by_label[BEFORE], by_label[AFTER]
         if isinstance(before, RetrievalGrid) and isinstance(after, RetrievalGrid):
@@ -180,15 +180,15 @@ def answers(results: Results) -> list[str]:
             pairs = [(a, b) for a, b in zip(before.replies, after.replies, strict=True) if a["length"] == length]
             for one, other in pairs[:1]:
                 return [
-                    f"One question, about a number that stands far back in {length:,} tokens. It is {one['expected']}.",
-                    f"  asked:  {_line(one['question'])}",
-                    f"  before: {_line(one['reply'])}",
-                    f"  after:  {_line(other['reply'])}",
+                    f"A question about a number far back in {length:,} tokens. The number is {one['expected']}.",
+                    f"  question: {_line(one['question'])}",
+                    f"  before:   {_line(one['reply'])}",
+                    f"  after:    {_line(other['reply'])}",
                 ]
     return []
 
 
 def _line(text: str) -> str:
-    """On one line, cut where it is long."""
+    """In one line, cut if it is long."""
     words = " ".join(text.split())
     return (words if len(words) <= _LONGEST else f"{words[:_LONGEST]} ...") or "(nothing)"

@@ -11,10 +11,7 @@ _OWN = ("rope_patch", "rope_kernels", "trl_ext")
 
 
 class MessageFile(logging.Handler):
-    """Keeps messages, and writes them to a file from when one is named.
-
-    A file is made with the first message only.
-    """
+    """Keeps messages until `write_to` names a file, which the first message creates."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -45,11 +42,14 @@ class MessageFile(logging.Handler):
 
 @contextmanager
 def others_quiet() -> Iterator[MessageFile]:
-    """Collect what other packages log and warn of, and switch off their progress bars.
+    """Collect logs and warnings of other packages, and switch off their progress bars.
 
-    Warnings of this project are shown as usual. The collected messages are lost unless `write_to` names a file within
-    the block.
+    Warnings of this project are shown as usual. Collected messages are lost unless `write_to` names a file within the
+    block.
     """
+    import datasets
+    import transformers
+
     handler = MessageFile()
     with ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
@@ -67,36 +67,14 @@ def others_quiet() -> Iterator[MessageFile]:
         root = logging.getLogger()
         root.addHandler(handler)
         undo.callback(root.removeHandler, handler)
-        for name in ("transformers", "datasets", "huggingface_hub"):  # which print by handlers of their own
-            undo.enter_context(_handed_on(logging.getLogger(name)))
-        undo.enter_context(_without_bars())
+        for name in ("transformers", "datasets", "huggingface_hub"):  # they print by their own handlers
+            logger = logging.getLogger(name)
+            undo.callback(vars(logger).update, handlers=logger.handlers, propagate=logger.propagate)
+            logger.handlers, logger.propagate = [], True
+        if not datasets.are_progress_bars_disabled():
+            undo.callback(datasets.enable_progress_bars)
+        if transformers.logging.is_progress_bar_enabled():
+            undo.callback(transformers.logging.enable_progress_bar)
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
         yield handler
-
-
-@contextmanager
-def _handed_on(logger: logging.Logger) -> Iterator[None]:
-    """Leave the messages of `logger` to the handlers of its parents."""
-    before = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [], True
-    try:
-        yield
-    finally:
-        logger.handlers, logger.propagate = before
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    import datasets
-    import transformers
-
-    bars = datasets.are_progress_bars_disabled()
-    own_bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if own_bars:
-            transformers.logging.enable_progress_bar()
-        if not bars:
-            datasets.enable_progress_bars()

@@ -25,32 +25,32 @@ class ExtendOptions:
         model_revision: branch, tag or commit of a model on the hub; None is "main".
         to: target window, in positions.
         data: files of documents: .jsonl(.xz, .gz) with `text`, or text files of one document each.
-        output: folder of everything that is made.
-        targets: programs that the result is exported for beside Transformers: names in `rope_patch.export.PROGRAMS`.
+        output: folder for all results.
+        targets: programs to export for beside Transformers: names in `rope_patch.export.PROGRAMS`.
         held_out: files of documents to measure on, which must not be in `data`.
-        rescale: rescaling, by name.
+        rescale: RoPE scaling, by name.
         rescale_args: its options.
-        view: view of the RoPE indices in training, by name.
+        view: view of the position IDs in training, by name.
         view_args: its options.
         objective: "native-distill" or "clm".
         objective_args: its options.
-        rows: training rows of `row_length` tokens, of which some are made as shorter ones.
+        rows: training rows of `row_length` tokens, of which some are replaced by shorter ones.
         row_length: tokens of a training row, at most the trained window where a teacher reads it.
         shares: kind of row -> weight, as in `trl_ext.rows.make_rows`.
-        short: share of the rows that are made as eight shorter ones each.
+        short: share of the rows that are replaced by eight short ones each.
         facts: facts hidden in a row of questions, at most three in a short one.
-        own_tokens: tokens that the model writes itself for rows of chats or own texts; they are used again if there is
-            more room.
+        own_tokens: tokens that the model writes itself for rows of chats or own texts; they are repeated if the rows
+            hold more.
         rows_per_step: rows in an optimizer step.
         train: "all" weights, the projections "qkv", or adapters, "lora".
         lora_rank: of the adapters; None means `LORA_RANK`.
-        learning_rate: peak; it falls to a tenth by a cosine.
-        precision: of products in training, "bf16" under autocast or "float32".
-        gradient_checkpointing: whether activations are computed again in backward to save memory.
+        learning_rate: peak, from which a cosine falls to a tenth.
+        precision: of matrix products in training, "bf16" under autocast or "float32".
+        gradient_checkpointing: whether activations are computed again in the backward pass to save memory.
         prompts: retrieval prompts of each length.
         lengths: of the prompts, in tokens.
         converter: llama.cpp's convert_hf_to_gguf.py.
-        seed: of everything that is drawn.
+        seed: of all random draws.
         device: "cpu" or "cuda".
     """
 
@@ -102,12 +102,12 @@ class ExtendOptions:
             raise ValueError(f"--objective must be native-distill or clm, got {self.objective!r}.")
         for name in ("rescale", "view", "objective"):
             if getattr(self, f"{name}_args") is not None and getattr(self, name) is None:
-                raise ValueError(f"--{name}-args needs --{name}, whose options they are.")
+                raise ValueError(f"--{name}-args needs --{name}.")
         if not self.data:
             raise ValueError("--data must name at least one file of documents.")
 
     def recorded(self) -> dict[str, Any]:
-        """As JSON values, without the output folder, which may be moved, and options that change no result."""
+        """As JSON values, without the output folder, which may be moved, and without targets, which may be added."""
         left_out = ("output", "targets", "converter")
         recorded = {name: value for name, value in asdict(self).items() if name not in left_out}
         recorded["lora_rank"] = self.adapter_rank

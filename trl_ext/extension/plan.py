@@ -19,12 +19,12 @@ from .writing import seconds_a_step, seconds_of_writing
 _WIDTH = 110  # characters of a line
 _PATIENCE = 60  # minutes
 _FEW_STEPS = 10
-_ANSWERS = {"cuda": 8.0, "cpu": 0.0}  # seconds a length: graphs for answers, and writing them (SmolLM2, one H200)
+_ANSWERS = {"cuda": 8.0, "cpu": 0.0}  # seconds a length, to capture graphs and generate answers (SmolLM2, one H200)
 _PARTS = {
     "weights": "weights",
     "gradients": "gradients",
-    "optimizer": "optimizer's averages",
-    "teacher": "copy of the original model, the teacher",
+    "optimizer": "optimizer states",
+    "teacher": "teacher, a copy of the original model",
     "casts": "weights in 16 bits",
     "activations": "activations",
     "loss": "loss, with logits of some tokens at a time",
@@ -53,12 +53,12 @@ class ExtensionPlan:
         facts: of the model.
         choices: every decision with its reason.
         memory: at the peak of a training step.
-        minutes: by a short calibration of this machine; off by up to `duration.ROUGH` times, either way.
-        rows: training rows, short ones counted as rows of their own.
-        tokens: in them.
-        steps: of the optimizer.
-        measured_on: the source of the held-out text.
-        machine: that it is planned for.
+        minutes: estimated by a short calibration of this machine, right within a factor of `duration.ROUGH`.
+        rows: training rows, including short ones.
+        tokens: in all rows.
+        steps: optimizer steps.
+        measured_on: source of the held-out text.
+        machine: that runs the extension.
         options: of the user.
     """
 
@@ -96,18 +96,22 @@ class ExtensionPlan:
 
     def __str__(self) -> str:
         device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
+        short, most = self.choices.rows.value["length"] // SHORTER, min(SHORTER, self.options.rows_per_step)
+        batches = "one row at a time"
+        if short in row_counts(self.choices) and most > 1:
+            batches += f", up to {most} neighbours of {short:,} tokens together"
         lines = [
             f"The model: {self.facts.full_name}",
             *(f"  {line}" for line in self.facts.lines()),
             "",
-            f"What will be done to reach {self.options.to:,} positions, and why",
+            f"How the context window becomes {self.options.to:,} positions, and why",
             *(_wrapped(str(choice)) for choice in self.choices.all),
             _wrapped(f"measured on: {self.measured_on}. [--held-out]"),
-            "  [measured] is of SmolLM2-135M-Instruct from 8,192 to 65,536, three seeds; others may do otherwise.",
+            "  [measured] is for SmolLM2-135M-Instruct from 8,192 to 65,536, three seeds; other models may differ.",
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
-            f"{self.options.rows_per_step} rows, {_at_once(self.choices, self.options)}",
-            f"  {self.options.folder / RECIPE} will be its recipe, which `rope-patch train` runs too.",
+            f"{self.options.rows_per_step} rows, {batches}",
+            f"  {self.options.folder / RECIPE} will be its recipe for `rope-patch train`.",
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             f"Memory at the peak of a step, in GiB, on {device}:",
             *(
@@ -126,7 +130,7 @@ class ExtensionPlan:
         if self.machine.device == "cpu" and self.minutes.total > _PATIENCE:
             near, target = self.facts.window // 4, self.facts.window * 9 // 8
             lines += [
-                "A CPU is slow. To see every stage sooner, with a worse model that reads less far:",
+                "A CPU is slow. These options end sooner, with a worse model and a shorter context window:",
                 f"  --to {target} --rows 12 --row-length {near // 2} --short 0 --shares text=1,questions=1 --prompts 2 "
                 f"--lengths {near} {target}",
             ]
@@ -154,22 +158,6 @@ def row_counts(choices: Choices) -> dict[int, int]:
     return {size: count for size, count in ((length, long), (length // SHORTER, short)) if count}
 
 
-def _at_once(choices: Choices, options: ExtendOptions) -> str:
-    length, counts = choices.rows.value["length"], row_counts(choices)
-    most = min(SHORTER, options.rows_per_step)
-    if length // SHORTER not in counts or most == 1:
-        return "one row at a time"
-    return f"one row at a time, up to {most} neighbours of {length // SHORTER:,} tokens together"
-
-
-def _batches(choices: Choices, options: ExtendOptions) -> float:
-    """Batches that go through the model, each of one row or of several short ones."""
-    length, counts = choices.rows.value["length"], row_counts(choices)
-    rows = sum(counts.values())
-    a_step = batches_a_step(options.rows_per_step, counts.get(length // SHORTER, 0) / rows, SHORTER)
-    return rows / options.rows_per_step * a_step
-
-
 def own_tokens(choices: Choices) -> int:
     """Tokens that the model writes itself: as many as its rows hold, at most `own_tokens`."""
     value = choices.rows.value
@@ -186,22 +174,24 @@ def _minutes(
     calls = forward_calls(size)
     operations = sum(count * step_operations(size, step, length) for length, count in counts.items())
     train = rate.seconds(operations, _batches(choices, options) * step_calls(size, step))
-    asked = len(measuring["measures"]) - 1
-    lengths = [*measuring["lengths"] * measuring["prompts"] * asked, *[to] * measuring["n_rows"]]
-    read = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
-    answers = _ANSWERS[step.device] * len(measuring["lengths"]) if asked else 0.0
-    return Minutes(
-        measure=(read + answers) / 60, write=_seconds_of_writing(facts, choices, step, rate) / 60, train=train / 60
-    )
+    n_asking = len(measuring["measures"]) - 1  # measures that ask questions: all but the loss
+    lengths = [*measuring["lengths"] * measuring["prompts"] * n_asking, *[to] * measuring["n_rows"]]
+    measure = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
+    measure += _ANSWERS[step.device] * len(measuring["lengths"]) if n_asking else 0.0
+    write, tokens = 0.0, own_tokens(choices)
+    if tokens:
+        seconds = seconds_a_step(facts, step.device)
+        free_memory()
+        if seconds is None:  # without a cache that can be timed
+            seconds = rate.seconds(2.0 * size.parameters * AT_ONCE[step.device], calls)
+        kinds = [kind for kind in ("chats", "own_texts") if kind in choices.rows.value["shares"]]
+        write = sum(seconds_of_writing(facts, step.device, kind, tokens // len(kinds), seconds) for kind in kinds)
+    return Minutes(measure=measure / 60, write=write / 60, train=train / 60)
 
 
-def _seconds_of_writing(facts: ModelFacts, choices: Choices, step: Step, rate: Rate) -> float:
-    tokens = own_tokens(choices)
-    if not tokens:
-        return 0.0
-    a_step = seconds_a_step(facts, step.device)
-    free_memory()
-    if a_step is None:  # such a model is asked by its own `generate`
-        a_step = rate.seconds(2.0 * facts.size.parameters * AT_ONCE[step.device], forward_calls(facts.size))
-    kinds = [kind for kind in ("chats", "own_texts") if kind in choices.rows.value["shares"]]
-    return sum(seconds_of_writing(facts, step.device, kind, tokens // len(kinds), a_step) for kind in kinds)
+def _batches(choices: Choices, options: ExtendOptions) -> float:
+    """Batches that go through the model, each of one row or of several short ones."""
+    length, counts = choices.rows.value["length"], row_counts(choices)
+    rows = sum(counts.values())
+    a_step = batches_a_step(options.rows_per_step, counts.get(length // SHORTER, 0) / rows, SHORTER)
+    return rows / options.rows_per_step * a_step

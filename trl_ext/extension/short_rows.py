@@ -12,10 +12,10 @@ from ..trainer.trainer import RopeSFTTrainer
 class ShortRowsTrainer(RopeSFTTrainer):
     """A `RopeSFTTrainer` on one process that joins batches of one row each within an optimizer step.
 
-    It joins neighbours of the same length, up to `max_length` tokens together: they need no padding, and no more memory
-    than the longest row. Order, draws of the view and divisors of losses are those of the whole step, so that gradients
-    are the same. Batches stay apart if the loss is a mean over each batch: for a model that takes no count of the step,
-    and for the loss of a router.
+    Neighbours of the same length are joined, up to `max_length` tokens: they need no padding, and no more memory than
+    the longest row. Order, draws of the view and divisors of losses stay those of the whole step, and so do gradients.
+    Batches stay apart if the loss is a mean over each batch: for a model that takes no `num_items_in_batch`, and for
+    the loss of a router.
     """
 
     def get_batch_samples(
@@ -54,20 +54,19 @@ def join(batches: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     return [_joined(group) for group in groups]
 
 
+def _joined(group: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(group) == 1:
+        return group[0]
+    return {
+        name: value if name == FIRST_SAMPLE else torch.cat([batch[name] for batch in group])
+        for name, value in group[0].items()
+    }
+
+
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     if one.keys() != other.keys() or "position_ids" in one:
         return False
     return all(getattr(one[name], "shape", None) == getattr(other[name], "shape", None) for name in one)
-
-
-def _joined(group: list[dict[str, Any]]) -> dict[str, Any]:
-    first, *others = group
-    if not others:
-        return first
-    return {
-        name: value if name == FIRST_SAMPLE else torch.cat([batch[name] for batch in group])
-        for name, value in first.items()
-    }
 
 
 def batches_a_step(rows: int, short: float, most: int) -> float:

@@ -18,7 +18,7 @@ class Texts:
     Args:
         train: to train on.
         held_out: to measure on, the longest first.
-        source: of those, in words.
+        source: of the held-out ones, in words.
     """
 
     train: list[str]
@@ -29,11 +29,7 @@ class Texts:
 def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: int) -> Texts:
     """Read the documents of `options.data`, and hold some out to measure on if they are long enough.
 
-    Args:
-        facts: whose tokenizer reads them.
-        options: name the files.
-        row_length: tokens of a training row.
-        n_rows: rows of the target's length to measure on.
+    There has to be text for a training row of `row_length` tokens and `n_rows` rows of the target's length.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -48,9 +44,14 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         ) from error
     if options.held_out:
         named = _longest_first(list(read_texts(options.held_out)))
-        _require_apart(texts, named)
+        both = set(texts) & set(named)
+        if both:
+            raise ValueError(
+                f"--held-out must have other documents than --data: {len(both)} are in both, one of which begins "
+                f"{min(both)[:40]!r}. A model is not measured on its training text: remove them from one of the two."
+            )
         held_out, cut = _measurable(facts, named, options.to, n_rows)
-        return Texts(texts, held_out, f"{', '.join(options.held_out)}, which you named{cut}")
+        return Texts(texts, held_out, f"{', '.join(options.held_out)}{cut}")
     if len(texts) == 1:
         last = len(texts[0]) - len(texts[0]) // _EVERY
         others, held_out, source = [texts[0][:last]], [texts[0][last:]], "the last tenth of --data"
@@ -74,16 +75,6 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         return Texts(texts, own, f"the sources of Python's standard library, as {why}")
 
 
-def _require_apart(texts: list[str], held_out: list[str]) -> None:
-    both = set(texts) & set(held_out)
-    if both:
-        beginning = min(both)[:40]
-        raise ValueError(
-            f"--held-out must have other documents than --data: {len(both)} are in both, one of which begins "
-            f"{beginning!r}. A model is not measured on its training text: take them out of one of the two."
-        )
-
-
 def _longest_first(texts: list[str]) -> list[str]:
     return sorted(texts, key=len, reverse=True)
 
@@ -91,10 +82,7 @@ def _longest_first(texts: list[str]) -> list[str]:
 def _measurable(facts: ModelFacts, texts: list[str], length: int, n_rows: int) -> tuple[list[str], str]:
     """`texts` and ""; if they are too few for `n_rows` rows (a text gives one row), parts of them and a note.
 
-    As few parts of each as give the rows: short texts beside a long one give none, so that it has to give more.
-
-    Raises:
-        ValueError: there is too little even so.
+    Each text is cut into as few parts as give the rows. A short text gives none, so that a long one gives more.
     """
     try:
         _require(facts, texts, length, n_rows)

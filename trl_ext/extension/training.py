@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,10 +10,8 @@ from transformers import TrainerCallback
 
 from ..config import LONG_DOCUMENTS
 from ..engines.device import free_memory
-from ..recipes.fine_tuning import run
-from ..recipes.recipe import read_recipe
+from ..recipes.fine_tuning import Trained, run
 from ..recipes.stages import read_stages
-from ..runs.folder import last_checkpoint
 from .choices import Choices
 from .facts import ModelFacts
 from .options import ExtendOptions
@@ -62,7 +58,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
 
 
 def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: int) -> dict[str, Any]:
-    """The recipe of the training on `rows.jsonl`."""
+    """The recipe of the training on `rows.jsonl`: one stage, so that training and export are resumed by recipes."""
     weights = choices.weights.value
     has_adapters = weights["train"] == "lora"
     in_16_bits = has_adapters and choices.precision.value == "bf16"  # weights that are trained are float32
@@ -72,7 +68,8 @@ def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: 
         "dtype": "bfloat16" if in_16_bits else "float32",
         "datasets": [{"path": "json", "data_files": str(options.folder / "rows.jsonl"), "split": "train"}],
         **training_fields(choices, options, n_steps(n_rows, options.rows_per_step)),
-        "output_dir": str(options.folder / "training"),
+        "output_dir": str(options.folder),
+        "stages": [{"name": "training"}],
     }
     if has_adapters:
         keys |= {
@@ -90,33 +87,22 @@ def n_steps(n_rows: int, rows_per_step: int) -> int:
     return -(-n_rows // rows_per_step)
 
 
-def train(
-    facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: int, tell: Callable[[str], None]
-) -> dict[str, Any]:
-    """Write the recipe and train, resuming from the last checkpoint in `training` if there is one.
-
-    Returns:
-        Figures: steps, tokens, seconds of this call, and the loss over the last tenth of the steps.
-    """
-    keys = recipe(facts, options, choices, n_rows)
+def train(keys: dict[str, Any], options: ExtendOptions, n_rows: int, tell: Callable[[str], None]) -> Trained:
+    """Write the recipe `keys`, train, and export to the folder "model"; the same call resumes a stopped one."""
     file = options.folder / RECIPE
     file.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
-    newest = last_checkpoint(Path(keys["output_dir"]))
-    goes_on = {} if newest is None else {"resume_from_checkpoint": str(newest)}
-    progress, begin = _Progress(tell, n_rows, options.rows_per_step), time.perf_counter()
+    progress = _Progress(tell, n_rows, options.rows_per_step)
     try:
-        made = run(read_stages(read_recipe(file), source=str(file), **goes_on), ShortRowsTrainer, progress)
+        return run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress, window=options.to, check=True)
     finally:
         progress.close()
-    seconds = time.perf_counter() - begin
-    free_memory()
-    return {**asdict(made.stages[""]), "seconds": seconds}
+        free_memory()
 
 
 class _Progress(TrainerCallback):
-    """A progress bar over rows with the last loss; the remaining time is printed once, after the first steps.
+    """A progress bar over rows, as a step may take minutes, with the last loss.
 
-    A step on long rows takes minutes, so the bar moves with every forward and backward.
+    The remaining time is printed once, after the first steps.
     """
 
     def __init__(self, tell: Callable[[str], None], n_rows: int, rows_per_step: int) -> None:
@@ -127,7 +113,7 @@ class _Progress(TrainerCallback):
         self.is_told = False
 
     def close(self) -> None:
-        """Close the bar, also of a stopped training: it would be drawn again below later output."""
+        """Close the bar, which would otherwise be drawn again below later output."""
         self.bar.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -17,25 +17,17 @@ from .facts import ModelFacts
 
 _WEIGHTS = 2**27  # bytes of the timed layers; of a larger model only some are timed
 _TIMED = 5  # steps
-_FIRST = 2  # steps that do not count: they make buffers and a CUDA graph
-_BEGUN = 300  # tokens of a text when steps are timed, as in the middle of writing
+_FIRST = 2  # steps that do not count, as they allocate buffers and capture a CUDA graph
+_BEGUN = 300  # tokens of a text when steps are timed, as in its middle
 
-# steps of a batch of texts, and tokens of each of its texts that are kept in the mean. SmolLM2-135M-Instruct ended 6 of
-# 16 replies within 512 tokens, of chats of 226 tokens, and wrote 1.4 user's turns of up to 96 tokens for each that is
-# used; Gemma-3-270M wrote texts of 722 tokens, at most 1024
+# decoding steps of a batch of texts, and mean of the tokens that are kept of each text. SmolLM2-135M-Instruct ended 6
+# of 16 replies within 512 tokens, of chats of 226 tokens, and wrote 1.4 user's turns of up to 96 tokens for each used
+# one; Gemma-3-270M wrote texts of 722 tokens, of at most 1024
 _BATCH = {"chats": (650, 85), "own_texts": (1024, 722)}
 
 
 def seconds_of_writing(facts: ModelFacts, device: str, kind: str, tokens: int, a_step: float) -> float:
-    """Seconds that `tokens` of "chats" or "own_texts" take.
-
-    Args:
-        facts: of the model that writes.
-        device: "cpu" or "cuda".
-        kind: of rows.
-        tokens: that are kept.
-        a_step: seconds in which each text of a batch gets one token.
-    """
+    """Seconds to write `tokens` of "chats" or "own_texts", with `a_step` seconds for a decoding step of a batch."""
     steps, kept = _BATCH[kind]
     longest = min(steps, facts.window // 2)
     batches = -(-tokens // (AT_ONCE[device] * min(kept, longest)))
@@ -47,10 +39,6 @@ def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
 
     Times a model of the same shape with random weights. A model of more than 128 MiB is timed with fewer layers, and
     the time is scaled by the weights that a step reads.
-
-    Args:
-        facts: of the model.
-        device: "cpu" or "cuda".
     """
     dtype = torch.float32 if device == "cpu" else facts.dtype
     size = facts.size

@@ -1,4 +1,4 @@
-"""The adapters that a recipe asks for."""
+"""The adapters of a recipe."""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -12,16 +12,10 @@ _NAME = re.compile(r"[\w.]+")  # of a module, or its end
 
 
 def adapter_config(model: ModelConfig) -> "PeftConfig | None":
-    """[`~trl.get_peft_config`] in which a single module name works as `lora_target_modules`.
+    """[`~trl.get_peft_config`], None without `use_peft`, in which a single module name works.
 
-    TRL hands a single entry of `lora_target_modules` on as a text, so that "all-linear" and patterns can be given, and
-    PEFT takes every other text as a pattern of whole names: `q_proj` alone would find no module.
-
-    Args:
-        model: whose fields say what adapters there are.
-
-    Returns:
-        None without `use_peft`.
+    TRL passes a single entry of `lora_target_modules` on as a text, which allows "all-linear" and patterns. PEFT takes
+    every other text as a pattern of whole names: `q_proj` alone would match no module.
     """
     config: Any = get_peft_config(model)
     targets = getattr(config, "target_modules", None)

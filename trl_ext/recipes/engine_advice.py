@@ -123,7 +123,7 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most:
 
     `ulysses` is why "zero3-sp" is refused, None if it is not.
     """
-    lines = [f"A step of {tokens} tokens, estimated GiB on each GPU at its peak:"]
+    lines = [f"A step of {tokens} tokens, estimated peak in GiB on each GPU:"]
     for need in needs:
         text = f"  {need.n_gpus} GPU{'s' * (need.n_gpus > 1):1} {need.config:9} {need.bytes / GIB:8.1f}"
         if need.refused is not None:
@@ -135,17 +135,19 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most:
     if ulysses is not None:
         lines.append(f"zero3-sp is refused: {ulysses}.")
     if capacity is None:
-        lines.append("torch sees no GPU here: take the first line that is a tenth below the memory of yours.")
+        lines.append("torch sees no GPU here: take the first line that is a tenth below the memory of your GPUs.")
         return "\n".join(lines)
     best = choose_engine([need for need in needs if need.n_gpus <= most], capacity)
     if best is None:
-        there = f"what torch sees here, {most} of {capacity / GIB:.1f} GiB for a step"
-        lines.append(f"None fits {there}: train adapters, take shorter rows, or more GPUs.")
+        lines.append(
+            f"None fits here, on {most} GPUs with {capacity / GIB:.1f} GiB for a step: train adapters, or use shorter "
+            "rows or more GPUs."
+        )
     elif best.n_gpus == 1:
-        how = "" if best.fits(capacity) == "fits" else ", with long_rows, which switches itself on"
+        how = "" if best.fits(capacity) == "fits" else ", with long_rows, which is switched on automatically"
         lines.append(f"One GPU with {capacity / GIB:.1f} GiB for a step is enough{how}: rope-patch train RECIPE.yaml.")
     else:
-        flags = f"--accelerate_config {best.config} --num_processes {best.n_gpus}"
+        flags = f"--accelerate-config {best.config} --num-processes {best.n_gpus}"
         lines.append(f"With {capacity / GIB:.1f} GiB for a step on each GPU: {flags}.")
     return "\n".join(lines)
 

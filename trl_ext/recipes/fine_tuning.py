@@ -1,6 +1,5 @@
 """From a recipe to the trained model: what `rope-patch train` does."""
 
-import hashlib
 import shutil
 import sys
 import time
@@ -13,11 +12,10 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, load_dataset
-from transformers import AutoTokenizer, TrainerCallback, TrainerState, set_seed
+from transformers import AutoTokenizer, TrainerCallback, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset, get_quantization_config
+from trl import ModelConfig, get_quantization_config
 
 from rope_patch import describe, load_adapter
 from rope_patch.base.empty_folders import without_empty_folders
@@ -29,17 +27,17 @@ from rope_patch.export import PROGRAMS, export
 from rope_patch.export.writing import unfinished_folders
 from rope_patch.model_card import read_runs
 
-from ..data.data_files import READ_ERRORS, require_utf8, unreadable
 from ..engines.device import free_memory
 from ..runs.checkpoint import ADAPTER_CONFIG, require_checkpoint, require_no_adapter, require_tokenizer, trusts_code
 from ..runs.folder import is_whole, last_checkpoint, only_run, read_run_record, require_same_settings, write_whole
 from ..runs.model_files import begun_with, commit_of, model_files, recorded_commit, require_same_model
 from ..trainer.trainer import RopeSFTTrainer
 from .adapter_config import adapter_config
+from .dataset import digests, read_dataset
 from .engine_advice import engine_advice
 from .recipe import read_recipe, recipe_and_flags
 from .stages import Stage, read_stages, require_fitting_stages
-from .stopped import SAME_COMMAND_GOES_ON
+from .stopped import SAME_COMMAND_RESUMES
 
 logger = logging.get_logger(__name__)
 
@@ -75,10 +73,10 @@ class Trained:
     stages: dict[str, Figures]
 
     def __str__(self) -> str:
-        lines = [f"{self.folder}: {sum(one.tokens for one in self.stages.values()):,} tokens"]
-        for name, one in self.stages.items():
-            loss = "" if one.loss is None else f", loss {one.loss:.3f} at the end"
-            lines.append(f"  {name or 'training'}: {one.steps} steps{loss}")
+        lines = [f"{self.folder}: {sum(stage.tokens for stage in self.stages.values()):,} tokens"]
+        for name, stage in self.stages.items():
+            loss = "" if stage.loss is None else f", loss {stage.loss:.3f} at the end"
+            lines.append(f"  {name or 'training'}: {stage.steps} steps{loss}")
         return "\n".join(lines)
 
 
@@ -130,52 +128,64 @@ def run(
     stages: list[Stage],
     trainer_class: type[RopeSFTTrainer] | None = None,
     progress: TrainerCallback | None = None,
+    **export_options: Any,
 ) -> Trained:
     """Train the stages of `read_stages`.
 
     Args:
         stages: of a recipe.
-        trainer_class: of a recipe without stages; None is `RopeSFTTrainer`.
-        progress: of a recipe without stages, shown in place of what Transformers and this package print.
+        trainer_class: None is `RopeSFTTrainer`.
+        progress: shown in place of what Transformers and this package print.
+        **export_options: of `rope_patch.export`, for the result of a recipe with stages.
     """
-    first = stages[0]
+    first, name = stages[0], str(stages[0].model.model_name_or_path)
     root = first.folder.parent if first.name else first.folder
-    record = root / RECORD
+    record, result = root / RECORD, root / "model"
     begun = [stage for stage in stages if first.name and stage.is_begun]
     if begun:
         require_same_settings(record, _settings(stages, begun), "output_dir")
     recorded = begun_with(record).get("hub_model", {}) if begun else _hub_model_of(first.training)
     config, hub_model = _model(first, recorded or {})
-    require_other_folder(root, first.model)
+    if Path(name).is_dir() and root.expanduser().resolve() == Path(name).resolve():
+        raise ValueError(
+            f"output_dir is the folder of model_name_or_path, {root}, which would be overwritten: name another."
+        )
     if first.name:
         require_fitting_stages(stages, getattr(config.get_text_config(), "max_position_embeddings", None))
-        if (root / "model/config.json").is_file() and not all(stage.figures.is_file() for stage in stages):
-            raise ValueError(
-                f"{root / 'model'} is there already, and this recipe would export to it: use another output_dir."
-            )
+        if (result / "config.json").is_file() and not all(stage.figures.is_file() for stage in stages):
+            raise ValueError(f"{result} is there already, and this recipe would export to it: use another output_dir.")
         if begun:
-            files = model_files(str(first.model.model_name_or_path))
-            require_same_model(record, str(first.model.model_name_or_path), files, "output_dir")
+            require_same_model(record, name, model_files(name), "output_dir")
     with without_empty_folders(root):
         require_writable(root)
         # only the first rank writes
         with only_run(root, "output_dir") if first.training.process_index == 0 else nullcontext():
             if not first.name:
-                return Trained(root, {"": _train(first, _text(first), hub_model, None, trainer_class, progress)})
+                return Trained(root, {"": _train(first, read_dataset(first), hub_model, None, trainer_class, progress)})
             try:
-                return _run_stages(stages, begun, root, hub_model, getattr(config, "dtype", None))
+                done = _train_stages(stages, begun, root, hub_model, trainer_class, progress)
+                if PartialState().is_main_process:
+                    dtype = getattr(config, "dtype", None)
+                    _export(stages[-1].folder, result, {"check": False, **export_options}, dtype or "auto")
+                PartialState().wait_for_everyone()
             except KeyboardInterrupt as stopped:
-                raise KeyboardInterrupt(f"{SAME_COMMAND_GOES_ON} {root}.") from stopped
+                raise KeyboardInterrupt(f"{SAME_COMMAND_RESUMES} {root}.") from stopped
+    return Trained(result, done)
 
 
-def _run_stages(
-    stages: list[Stage], begun: list[Stage], root: Path, hub_model: dict[str, Any] | None, dtype: Any
-) -> Trained:
-    """Train the stages that are not finished yet, and export the result of the last one."""
+def _train_stages(
+    stages: list[Stage],
+    begun: list[Stage],
+    root: Path,
+    hub_model: dict[str, Any] | None,
+    trainer_class: type[RopeSFTTrainer] | None,
+    progress: TrainerCallback | None,
+) -> dict[str, Figures]:
+    """Train the stages that are not finished yet; name -> figures of all."""
     ranks = PartialState()  # every rank runs this function, and the first one writes
-    texts = [_text(stage) for stage in stages]
+    texts = [read_dataset(stage) for stage in stages]
     hashed: dict[str, str] = {}  # stages mostly read the same text, which may be large
-    contents = {f"text of {s.name}": _digests(text, hashed) for s, text in zip(stages, texts, strict=True)}
+    contents = {f"text of {s.name}": digests(text, hashed) for s, text in zip(stages, texts, strict=True)}
     if begun:
         known = {name: contents[name] for name in (f"text of {stage.name}" for stage in begun)}
         require_same_settings(root / RECORD, known, "output_dir", {name: name for name in known})
@@ -187,25 +197,25 @@ def _run_stages(
     done, before = {}, None
     for stage, text in zip(stages, texts, strict=True):
         if not stage.figures.is_file():
-            figures = _train(stage, text, hub_model, before)
+            figures = _train(stage, text, hub_model, before, trainer_class, progress)
             free_memory()
             if ranks.is_main_process:
                 write_whole(stage.figures, asdict(figures))
             ranks.wait_for_everyone()
         done[stage.name] = Figures(**read_run_record(stage.figures))
         before = stage.folder
-    result = root / "model"
-    if ranks.is_main_process and (result / "config.json").is_file():
-        logger.warning(f"All stages in {root} are finished: nothing was left to do.")
-    elif ranks.is_main_process:
-        for left in unfinished_folders(result):  # left by a killed export; as large as the model
-            shutil.rmtree(left)
-        is_adapter = (stages[-1].folder / ADAPTER_CONFIG).is_file()
-        # weights are trained in float32, which would double the checkpoint
-        source = stages[-1].folder if is_adapter else load_checkpoint(stages[-1].folder, dtype=dtype or "auto")
-        export(source, result, check=False)
-    ranks.wait_for_everyone()
-    return Trained(result, done)
+    return done
+
+
+def _export(trained: Path, result: Path, options: dict[str, Any], dtype: Any) -> None:
+    if (result / "config.json").is_file():
+        logger.warning(f"All stages in {result.parent} are finished: nothing was left to do.")
+        return
+    for unfinished in unfinished_folders(result):  # of a killed export, as large as the model
+        shutil.rmtree(unfinished)
+    is_adapter = (trained / ADAPTER_CONFIG).is_file()
+    # weights are trained in float32, which would double the checkpoint
+    export(trained if is_adapter else load_checkpoint(trained, dtype=dtype), result, **options)
 
 
 def _settings(stages: Sequence[Stage], begun: Sequence[Stage]) -> dict[str, Any]:
@@ -213,65 +223,15 @@ def _settings(stages: Sequence[Stage], begun: Sequence[Stage]) -> dict[str, Any]
     return {"stages": [stage.name for stage in stages], **{f"stage {stage.name}": stage.settings for stage in begun}}
 
 
-def _digests(splits: Mapping[str, Any], hashed: dict[str, str]) -> dict[str, str | None]:
-    """SHA-256 of the rows of each split, None for a stream; fingerprints of `datasets` differ between processes.
-
-    Args:
-        splits: of a text.
-        hashed: fingerprint -> digest of what this process has hashed already; it is added to.
-    """
-    digests: dict[str, str | None] = dict.fromkeys(splits)
-    for name, split in splits.items():
-        if not isinstance(split, Dataset):
-            continue
-        if split._fingerprint not in hashed:
-            digest = hashlib.sha256()
-            for batch in split.with_format("arrow").iter(100):
-                digest.update(repr(batch.to_pylist()).encode())
-            hashed[split._fingerprint] = digest.hexdigest()
-        digests[name] = hashed[split._fingerprint]
-    return digests
-
-
-def _text(stage: Stage) -> dict[str, Any]:
-    """Rows to train on ("train") and, if the recipe evaluates, to evaluate on ("test")."""
-    script, training, data = stage.script, stage.training, stage.data
-    set_seed(training.seed)  # test_split_size draws: alike on all ranks and in resumed runs
-    dataset = _splits(script, data)
-    if script.dataset_train_split not in dataset:
-        raise ValueError(
-            f"dataset_train_split must be one of {', '.join(dataset)}, the splits of the text, got "
-            f"{script.dataset_train_split!r}."
-        )
-    if training.eval_strategy == "no":
-        return {"train": dataset[script.dataset_train_split]}
-    if script.dataset_test_split not in dataset:
-        hold_out = "test_split_size to hold a part out, or " if data.datasets else ""
-        raise ValueError(
-            f"eval_strategy needs a split {script.dataset_test_split!r} and the text has {', '.join(dataset)}: set "
-            f"{hold_out}dataset_test_split."
-        )
-    return {"train": dataset[script.dataset_train_split], "test": dataset[script.dataset_test_split]}
-
-
 def _train(
     stage: Stage,
     text: Mapping[str, Any],
     hub_model: dict[str, Any] | None,
     before: Path | None,
-    trainer_class: type[RopeSFTTrainer] | None = None,
-    progress: TrainerCallback | None = None,
+    trainer_class: type[RopeSFTTrainer] | None,
+    progress: TrainerCallback | None,
 ) -> Figures:
-    """Train one stage, or a recipe without stages, and save the result in its folder.
-
-    Args:
-        stage: of a recipe, or the recipe.
-        text: of `_text`.
-        hub_model: of `_model`.
-        before: folder of the stage before.
-        trainer_class: as of `run`.
-        progress: as of `run`.
-    """
+    """Train a stage, which begins from the result in the folder `before`, and save the result in its folder."""
     training = stage.training
     loading = stage.loading if hub_model is None else {**stage.loading, "revision": hub_model["model_commit"]}
     given: dict[str, Any] = {"model": stage.model.model_name_or_path, "peft_config": adapter_config(stage.model)}
@@ -311,7 +271,7 @@ def _train(
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt as stopped:
-        raise KeyboardInterrupt(_how_to_go_on(stage, begun)) from stopped
+        raise KeyboardInterrupt(_how_to_resume(stage, begun)) from stopped
     step = trainer.state.global_step
     if done == step:
         trainer.accelerator.print(
@@ -326,22 +286,18 @@ def _train(
     return Figures(step, int(trainer._total_train_tokens), sum(tail) / len(tail) if tail else None)
 
 
-def _how_to_go_on(stage: Stage, begun: float) -> str:
+def _how_to_resume(stage: Stage, begun: float) -> str:
     """How to resume a stopped run that began at time `begun`; older checkpoints may be of an earlier run."""
     newest = last_checkpoint(stage.folder)
     is_of_this_run = newest is not None and (newest / "trainer_state.json").stat().st_mtime >= begun
     checkpoint = newest if is_of_this_run else stage.training.resume_from_checkpoint
     if checkpoint is None:
         return "No checkpoint was saved: the same command begins anew."
-    return f"The same command goes on with --resume_from_checkpoint {checkpoint}, and without it begins anew."
+    return f"The same command resumes with --resume-from-checkpoint {checkpoint}, and without it begins anew."
 
 
 def _hub_model_of(training: Any) -> dict[str, Any]:
-    """The model on the hub that the checkpoint to resume from began with, {} if it names none.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is not whole.
-    """
+    """The model on the hub with which the checkpoint to resume from was begun, {} if there is none."""
     checkpoint = training.resume_from_checkpoint
     if checkpoint is None:
         return {}
@@ -358,11 +314,7 @@ def _hub_model_of(training: Any) -> dict[str, Any]:
 def _model(stage: Stage, begun: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     """The config of the model, and for one on the hub its name, revision and commit, None for a folder.
 
-    A resumed run keeps the commit that it began with: the branch may have moved since.
-
-    Args:
-        stage: of a recipe, or the recipe.
-        begun: the model on the hub that a resumed run began with.
+    A resumed run keeps the commit of `begun`, the model with which it began: the branch may have moved since.
     """
     model, training = stage.model, stage.training
     name, revision = str(model.model_name_or_path), stage.loading["revision"]
@@ -403,7 +355,7 @@ def plan_recipe(
         config = require_model(model, loading["revision"], trusts_code(training))
         if model.load_in_4bit or model.load_in_8bit:
             raise ValueError(
-                "--dry_run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out."
+                "--dry-run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out."
             )
         plan = engine_advice(
             config,
@@ -419,22 +371,8 @@ def plan_recipe(
     return "\n\n".join(plans)
 
 
-def require_other_folder(output_dir: str | Path, model: ModelConfig) -> None:
-    """Raise ValueError if the result would overwrite the base model."""
-    source = Path(str(model.model_name_or_path))
-    if source.is_dir() and Path(output_dir).expanduser().resolve() == source.resolve():
-        raise ValueError(
-            f"output_dir is the folder of model_name_or_path, {output_dir}, which would be overwritten: name another."
-        )
-
-
 def require_model(model: ModelConfig, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The config of the model.
-
-    Args:
-        model: as the recipe says.
-        revision: on the hub that is looked at; None is the one that the recipe says.
-        trust_remote_code: run code that the model brings.
+    """The config of the model at a revision on the hub, by default that of the recipe.
 
     Raises:
         ValueError: it is no model, or options of adapters have no effect.
@@ -456,44 +394,3 @@ def require_model(model: ModelConfig, revision: str | None = None, trust_remote_
     if changed:
         raise ValueError(f"{' and '.join(changed)} would have no effect: add use_peft: true, which trains adapters.")
     return config
-
-
-def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:
-    """Split -> rows."""
-    if bool(data.datasets) == bool(script.dataset_name):
-        both = "both are given" if data.datasets else "neither is given"
-        raise ValueError(
-            "the recipe must name the text to train on, under `datasets` (files of yours: path: json, with data_files) "
-            f"or as dataset_name (on the hub): {both}."
-        )
-    _require_read(script, data)
-    names: list[Any] = [entry.data_files or entry.path for entry in data.datasets] or [script.dataset_name]
-    try:
-        if data.datasets:
-            splits = get_dataset(data)
-        else:
-            splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-        for split in splits.values():
-            require_utf8(split)
-        return splits
-    except READ_ERRORS as error:
-        raise unreadable(names, error) from error
-    except StopIteration as error:  # what `datasets` makes of JSON without a line
-        raise unreadable(names, ValueError("a file of it is empty")) from error
-
-
-def _require_read(script: ScriptArguments, data: DatasetMixtureConfig) -> None:
-    """Raise ValueError for a field that has no effect with `datasets`, or none with dataset_name."""
-    if data.datasets:
-        read_with, instead = "dataset_name", "datasets (streaming, and name in an entry, are theirs)"
-        unread: dict[str, Any] = {name: getattr(script, name) for name in ("dataset_config", "dataset_streaming")}
-    else:
-        read_with, instead = "datasets", "dataset_name (dataset_streaming and dataset_test_split are its own)"
-        unread = {name: getattr(data, name) for name in ("streaming", "test_split_size")}
-    for name, value in unread.items():
-        if value:
-            raise ValueError(f"{name} is read with {read_with}, and has no effect on {instead}, got {value!r}.")
-    if data.streaming and data.test_split_size:
-        raise ValueError(
-            "test_split_size needs the whole dataset, and streaming=True reads it row by row: leave one of the two out."
-        )

@@ -1,4 +1,4 @@
-"""`--accelerate_config NAME`: the same command on several GPUs, started by accelerate."""
+"""`--accelerate-config NAME`: run the command on several GPUs by accelerate."""
 
 import logging
 import os
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 _CONFIGS = Path(__file__).with_name("accelerate_configs")
-_FLAGS = ("--accelerate_config", "--num_processes", "--ranks_per_sequence")
+_FLAGS = ("--accelerate-config", "--num-processes", "--ranks-per-sequence")
 _SEQUENCE_SIZES = {"fsdp2-cp": "cp", "zero3-sp": "sp"}
-_ON_CPUS = "On CPUs: torchrun --nproc_per_node N -m trl_ext train RECIPE.yaml --use_cpu true --bf16 false."
+_ON_CPUS = "On CPUs: torchrun --nproc_per_node N -m trl_ext train RECIPE.yaml --use-cpu true --bf16 false."
 _OF_SYSTEM = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL")  # not every system has them
 
 
 def config_names() -> list[str]:
-    """Names that `--accelerate_config` takes."""
+    """Names that `--accelerate-config` takes."""
     return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
 
 
 def quiet_other_ranks() -> None:
-    """Silence all but errors on ranks other than the first, which logs for all."""
+    """Silence all but errors on ranks other than the first."""
     if os.environ.get("RANK", "0") == "0":
         return
     from datasets import disable_progress_bars
@@ -66,26 +66,23 @@ class Launch:
 
     @classmethod
     def take(cls, arguments: Sequence[str]) -> "tuple[Launch | None, list[str]]":
-        """The launch that flags ask for, None without any, and the other arguments.
-
-        Raises:
-            ValueError: a flag lacks its value, is no number where one is needed, or stands without --accelerate_config.
-        """
+        """The launch by its flags, None without any, and the other arguments."""
         values: dict[str, str] = {}
         rest: list[str] = []
-        left = [part for argument in arguments for part in _split(argument)]
+        left = list(arguments)
         while left:
-            flag = left.pop(0)
+            argument = left.pop(0)
+            flag, equals, value = argument.partition("=")
             if flag not in _FLAGS:
-                rest.append(flag)
-            elif not left:
+                rest.append(argument)
+            elif not equals and not left:
                 raise ValueError(f"{flag} needs a value.")
             else:
-                values[flag] = left.pop(0)
+                values[flag] = value if equals else left.pop(0)
         if not values:
             return None, rest
         if _FLAGS[0] not in values:
-            raise ValueError(f"{next(iter(values))} belongs to --accelerate_config NAME: {', '.join(config_names())}.")
+            raise ValueError(f"{next(iter(values))} belongs to --accelerate-config NAME: {', '.join(config_names())}.")
         numbers = {flag: _number(flag, values[flag]) for flag in _FLAGS[1:] if flag in values}
         return cls(values[_FLAGS[0]], *(numbers.get(flag) for flag in _FLAGS[1:])), rest
 
@@ -96,7 +93,7 @@ class Launch:
             ValueError: there is no such config, no GPU, no DeepSpeed where it is needed, or GPUs cannot be shared so.
             KeyboardInterrupt: the user has stopped it.
         """
-        # imported here, as some builds of torch lack it and single-process runs need this module
+        # imported here, as some builds of torch lack it, and runs in one process need this module
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -122,20 +119,20 @@ class Launch:
         if self.config in config_names():
             file = _CONFIGS / f"{self.config}.yaml"
         elif not file.is_file():
-            raise unknown("accelerate_config", self.config, config_names())
-        settings: dict[str, Any] = read_yaml(file, f"--accelerate_config {self.config}")
+            raise unknown("--accelerate-config", self.config, config_names())
+        settings: dict[str, Any] = read_yaml(file, f"--accelerate-config {self.config}")
         n = self.n_processes or settings.get("num_processes") or torch.cuda.device_count()
         if not n:
-            raise ValueError(f"--accelerate_config {self.config} is for GPUs, and torch sees none. {_ON_CPUS}")
+            raise ValueError(f"--accelerate-config {self.config} is for GPUs, and torch sees none. {_ON_CPUS}")
         kind = settings.get("distributed_type")
         if n > 1 and (kind == "NO" or kind == "MULTI_CPU" and not settings.get("mpirun_config")):
             raise ValueError(
-                f"--accelerate_config {self.config} has distributed_type {kind}, for which accelerate starts one "
+                f"--accelerate-config {self.config} has distributed_type {kind}, for which accelerate starts one "
                 f"process and not {n}. {_ON_CPUS}"
             )
         if kind == "DEEPSPEED" and find_spec("deepspeed") is None:
             raise ValueError(
-                f"--accelerate_config {self.config} needs DeepSpeed: pip install 'rope-patch[deepspeed]', or take "
+                f"--accelerate-config {self.config} needs DeepSpeed: pip install 'rope-patch[deepspeed]', or take "
                 "fsdp2."
             )
         return {**settings, "num_processes": n, **self._sequence_sizes(n)}
@@ -145,15 +142,15 @@ class Launch:
         if engine is None:
             if self.ranks_per_sequence is not None:
                 raise ValueError(
-                    f"--ranks_per_sequence is for {' and '.join(_SEQUENCE_SIZES)}, got --accelerate_config "
+                    f"--ranks-per-sequence is for {' and '.join(_SEQUENCE_SIZES)}, got --accelerate-config "
                     f"{self.config}."
                 )
             return {}
         shared = n if self.ranks_per_sequence is None else self.ranks_per_sequence
         if shared < 2 or n % shared:
             raise ValueError(
-                f"GPUs that share a row must be 2 or more and divide all GPUs, got {shared} of {n}: change "
-                "--ranks_per_sequence or --num_processes."
+                f"GPUs that share a sequence must be 2 or more and divide all GPUs, got {shared} of {n}: change "
+                "--ranks-per-sequence or --num-processes."
             )
         sizes = {f"{engine}_size": shared}
         if engine == "cp":
@@ -166,7 +163,7 @@ class Launch:
 
 
 def _launch(arguments: list[str], failures: Path) -> None:
-    """Run accelerate's launcher in this process, without its own report, which does not say why a rank failed."""
+    """Run accelerate's launcher in this process, without its report, which does not show why a rank failed."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     reports = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -187,7 +184,7 @@ def _failure_of(error: "ChildFailedError | subprocess.CalledProcessError", folde
         return left or RankFailure(0, error.returncode, f"the process ended with status {error.returncode}.", 0.0)
     rank, first = error.get_first_failure()
     for other, process in error.failures.items():
-        # a rank that the system kills writes no report, and ranks that wait for it fail after it
+        # a rank that the system kills writes no report, and the ranks that wait for it fail later
         if process.signal_name() in _OF_SYSTEM and process.timestamp <= first.timestamp + 1:
             what = f"rank {other} was ended by {process.signal_name()}"
             memory = ": the memory of the host may be too small" if process.signal_name() == "SIGKILL" else ""
@@ -196,11 +193,6 @@ def _failure_of(error: "ChildFailedError | subprocess.CalledProcessError", folde
         traceback = "\n" in left.text
         return replace(left, text=f"rank {left.rank} has failed:\n{left.text}") if traceback else left
     return RankFailure(rank, first.exitcode, f"rank {rank} ended with status {first.exitcode}.", 0.0)
-
-
-def _split(argument: str) -> list[str]:
-    flag, equals, value = argument.partition("=")
-    return [flag, value] if equals and flag in _FLAGS else [argument]
 
 
 def _number(flag: str, value: str) -> int:

@@ -19,7 +19,7 @@ from trl.scripts.utils import DatasetConfig
 from rope_patch.base.registry import unknown
 
 from ..config import LONG_DOCUMENTS, RopeSFTConfig
-from .home import with_home
+from .arguments import normalized, with_home
 
 _ARGPARSE_WORDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a mapping", list: "a list"}
@@ -28,8 +28,8 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] whose errors name the file, the key and a suggestion.
 
-    The command line wins over the recipe after `--config`, as in TRL. Long documents are cut unless one of the two says
-    otherwise (`LONG_DOCUMENTS`). A recipe may also be the first argument, without a flag.
+    Flags win over the recipe after `--config`, as in TRL. A recipe may also be the first argument, without a flag. Long
+    documents are cut unless recipe or flags set it (`LONG_DOCUMENTS`).
 
     Args:
         dataclass_types: their fields are the keys of the recipe and the flags of the command line.
@@ -45,28 +45,26 @@ class RecipeParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError; argparse would print the flags of all fields, several pages."""
-        match = re.match(r"argument --(\w+)\S*: (?:invalid (\w+) value: (.*)|(.*))", message, re.DOTALL)
+        match = re.match(r"argument --([\w-]+)\S*: (?:invalid (\w+) value: (.*)|(.*))", message, re.DOTALL)
         if match is None:
             raise ValueError(message)
         name, kind, value, rest = match.groups()
+        flag = f"--{name.replace('_', '-')}"
         chosen = re.match(r"invalid choice: '(.*)' \(choose from (.*)\)", rest or "")
         if chosen is not None:
             known = re.findall(r"'([^']*)'", chosen[2])
             raise ValueError(f"{unknown(name, chosen[1], known)} --help-all lists them.")
         if kind is None:
-            raise ValueError(f"--{name}: {rest}")
-        raise ValueError(f"--{name} must be {_ARGPARSE_WORDS.get(kind, f'of type {kind}')}, got {value}.")
+            raise ValueError(f"{flag}: {rest}")
+        raise ValueError(f"{flag} must be {_ARGPARSE_WORDS.get(kind, f'of type {kind}')}, got {value}.")
 
     def parse_args_and_config(  # type: ignore[override]  # whose other options are for launchers
         self, args: Iterable[str] | None = None
     ) -> tuple[Any, ...]:
-        """The dataclasses, from the recipe behind `--config` and the flags.
-
-        Args:
-            args: of the command line; None takes those of the process.
+        """The dataclasses, from the recipe after `--config` and the flags; None takes those of the process.
 
         Raises:
-            ValueError: a key, a flag or a value that no field takes, or what the dataclasses refuse.
+            ValueError: as `parse`.
             OSError: there is no such recipe.
         """
         keys, flags, source = recipe_and_flags(list(sys.argv[1:] if args is None else args))
@@ -83,45 +81,34 @@ class RecipeParser(TrlParser):
         Raises:
             ValueError: a key, a flag or a value that no field takes, or what the dataclasses refuse.
         """
-        self._check_keys(source, keys)
-        self._check_values(source, keys)
+        known = {action.dest for action in self._actions} - {"help"} | {"env"}  # environment variables, as in TRL
+        for name in keys:
+            if name not in known:
+                raise ValueError(f"{unknown('key', name, known, of=source)} --help-all explains each.")
+        if DatasetMixtureConfig in list(self.dataclass_types) and keys.get("datasets") is not None:
+            _check_datasets(source, keys["datasets"])
+        for kind in self.dataclass_types:
+            for name, hint in get_type_hints(kind).items():
+                if name != "datasets" and keys.get(name) is not None and not _fits(hint, keys[name]):
+                    raise ValueError(f"{name} in {source} must be {_described(hint)}, got {shown(keys[name])}.")
         defaults = with_home(dict(keys))
         os.environ.update({name: str(value) for name, value in (defaults.pop("env", None) or {}).items()})
         self.set_defaults_with_config(**defaults)
         *parsed, rest = self.parse_args_into_dataclasses(list(flags), return_remaining_strings=True)
-        if rest:
-            raise self._unknown_argument(rest[0])
-        return tuple(parsed)
-
-    def _check_keys(self, path: str, recipe: Mapping[Any, Any]) -> None:
-        known = {action.dest for action in self._actions} - {"help"} | {"env"}  # environment variables, as in TRL
-        for name in recipe:
-            if name not in known:
-                raise ValueError(f"{unknown('key', name, known, of=path)} --help-all explains each.")
-        if DatasetMixtureConfig in list(self.dataclass_types) and recipe.get("datasets") is not None:
-            _check_datasets(path, recipe["datasets"])
-
-    def _check_values(self, path: str, recipe: Mapping[str, Any]) -> None:
-        for kind in self.dataclass_types:
-            for name, hint in get_type_hints(kind).items():
-                if name != "datasets" and recipe.get(name) is not None and not _fits(hint, recipe[name]):
-                    raise ValueError(f"{name} in {path} must be {_described(hint)}, got {shown(recipe[name])}.")
-
-    def _unknown_argument(self, argument: str) -> ValueError:
-        if not argument.startswith("-"):
-            return ValueError(f"{argument!r} belongs to no flag; a recipe comes first, and flags are --NAME VALUE.")
-        flag, _, _ = argument.partition("=")
-        known = {f"--{action.dest}" for action in self._actions}  # --learning-rate is read as --learning_rate
-        return ValueError(f"{unknown('flag', flag, known)} --help-all explains them.")
+        if not rest:
+            return tuple(parsed)
+        if not rest[0].startswith("-"):
+            raise ValueError(f"{rest[0]!r} belongs to no flag; a recipe comes first, and flags are --NAME VALUE.")
+        flag = rest[0].partition("=")[0].replace("_", "-")
+        flags_known = {f"--{action.dest.replace('_', '-')}" for action in self._actions}
+        raise ValueError(f"{unknown('flag', flag, flags_known)} --help-all explains them.")
 
 
 def with_config_flag(arguments: Sequence[str]) -> list[str]:
-    """`RECIPE.yaml ...` and `--config=RECIPE.yaml ...` as `--config RECIPE.yaml ...`.
-
-    Raises:
-        ValueError: a recipe is named in both ways.
-    """
-    parts = [part for argument in arguments for part in _parts(argument)]
+    """`RECIPE.yaml ...` and `--config=RECIPE.yaml ...` as `--config RECIPE.yaml ...`; both are a ValueError."""
+    parts: list[str] = []
+    for argument in arguments:
+        parts += argument.split("=", 1) if argument.startswith("--config=") else [argument]
     if not parts or parts[0].startswith("-"):
         return parts
     if "--config" in parts:
@@ -130,13 +117,8 @@ def with_config_flag(arguments: Sequence[str]) -> list[str]:
 
 
 def recipe_and_flags(arguments: Sequence[str]) -> tuple[dict[Any, Any], list[str], str]:
-    """The keys of the recipe behind `--config`, the flags, and the path of the recipe; no keys without one.
-
-    Raises:
-        ValueError: nothing stands behind `--config`, or the file is no YAML mapping.
-        OSError: it cannot be read.
-    """
-    flags = with_config_flag(with_home(list(arguments)))
+    """The keys of the recipe after `--config`, the flags, and the path of the recipe; no keys without one."""
+    flags = with_config_flag(normalized(arguments))
     if "--config" not in flags:
         return {}, flags, "the recipe"
     if flags[-1] == "--config":
@@ -147,12 +129,7 @@ def recipe_and_flags(arguments: Sequence[str]) -> tuple[dict[Any, Any], list[str
 
 
 def read_recipe(path: Path) -> dict[Any, Any]:
-    """The keys and values of a recipe.
-
-    Raises:
-        ValueError: the file is no YAML mapping.
-        OSError: it cannot be read.
-    """
+    """The keys and values of a recipe; ValueError if the file is no YAML mapping, OSError if it cannot be read."""
     recipe = read_yaml(path, f"the recipe {path}")
     if not isinstance(recipe, dict):
         raise ValueError(f"the recipe {path} must be a YAML mapping, lines of `name: value`, got {shown(recipe)}.")
@@ -175,12 +152,7 @@ class _OnceEach(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, called: str) -> Any:
-    """The content of a YAML file, which errors name `called`.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no YAML, or has a key twice.
-    """
+    """The content of a YAML file, which errors name `called`; ValueError if it is no YAML or has a key twice."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # noqa: S506
     except OSError as error:
@@ -190,10 +162,6 @@ def read_yaml(path: Path, called: str) -> Any:
         raise ValueError(f"{called} is no YAML: {error.problem}{line}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{called} is no YAML: {error}") from error
-
-
-def _parts(argument: str) -> list[str]:
-    return argument.split("=", 1) if argument.startswith("--config=") else [argument]
 
 
 def _check_datasets(path: str, entries: object) -> None:
@@ -222,16 +190,12 @@ def _fits(hint: Any, value: Any) -> bool:
     if origin is bool and isinstance(value, str):
         return _reads_as(string_to_bool, value)
     if origin in (int, float):
-        return _is_number(origin, value)
+        if isinstance(value, str):  # YAML reads 1e-5, which has no dot, as a text
+            return _reads_as(origin, value)
+        return not isinstance(value, bool) and isinstance(value, int if origin is int else int | float)
     if origin is list:
         return isinstance(value, list | str)  # TRL's parser makes a text a list of one
     return not isinstance(origin, type) or isinstance(value, origin)
-
-
-def _is_number(kind: type, value: Any) -> bool:
-    if isinstance(value, str):  # YAML reads 1e-5, which has no dot, as a text
-        return _reads_as(kind, value)
-    return not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
 
 
 def _reads_as(kind: Any, text: str) -> bool:
@@ -257,7 +221,7 @@ def _described(hint: Any) -> str:
 
 def shown(value: object) -> str:
     """A value of YAML for a message."""
-    if isinstance(value, bool):  # `no` and `off`, without quotation marks
-        return f"{value}, as YAML reads yes, no, on and off: put the word in quotation marks if it is meant as a text"
+    if isinstance(value, bool):  # from `no` and `off` without quotation marks
+        return f"{value}, as YAML reads yes, no, on and off: put the word in quotation marks if it is a text"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -17,7 +17,7 @@ from ..runs.folder import last_checkpoint
 from .recipe import RecipeParser, shown
 
 FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
-"""Whose fields are keys of a recipe and flags of the command line."""
+"""Their fields are keys of a recipe and flags of the command line."""
 
 _NAME = re.compile(r"[\w-][\w.-]*")
 _OF_ALL = {*(field.name for field in fields(ModelConfig)), "output_dir", "resume_from_checkpoint", "env", "stages"}
@@ -91,8 +91,8 @@ def read_stages(
         if name:
             if stage.training.resume_from_checkpoint is not None:
                 raise ValueError(
-                    "resume_from_checkpoint is for a recipe without stages: with stages the same command goes on where "
-                    "it stopped. Leave it out."
+                    "resume_from_checkpoint is for a recipe without stages: with stages the same command resumes. "
+                    "Leave it out."
                 )
             stage.training.output_dir = str(Path(str(stage.training.output_dir), name))
             if stages and not {"rescale", "rescale_args"} & own.keys():
@@ -176,29 +176,23 @@ def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: st
         if "support bf16/gpu" not in str(error):  # of Transformers, for lack of a GPU
             raise
         raise ValueError(
-            "there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on the CPU, which is slow."
+            "there is no GPU that torch can see. `--use-cpu true --bf16 false` trains on the CPU, which is slow."
         ) from error
     if not str(training.output_dir):  # Path("") is the current folder
         raise ValueError("output_dir must name a folder, got an empty name.")
-    _require_no_evaluation(training, data)
-    given = vars(parser.parse_known_args(list(flags))[0])
-    changed = {key: value for key, value in given.items() if key != "output_dir" and value != defaults.get(key)}
-    return Stage(name, script, training, model, data, json.loads(json.dumps(changed, default=str)))
-
-
-def _require_no_evaluation(training: RopeSFTConfig, data: DatasetMixtureConfig) -> None:
-    """Raise ValueError for a field that is of evaluations alone, of which a run with `eval_strategy` "no" has none."""
-    if training.eval_strategy != "no":
-        return
-    evaluation_options = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
+    # fields of evaluations, of which a run with `eval_strategy` "no" has none
+    options = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
     default = {field.name: field.default for field in fields(training)}
-    without_effect = [name for name in evaluation_options if getattr(training, name) != default[name]]
-    if training.load_best_model_at_end:
-        without_effect.append("load_best_model_at_end")
-    if data.test_split_size:
-        without_effect.append("test_split_size")
-    if without_effect:
+    unused = [name for name in options if getattr(training, name) != default[name]]
+    unused += ["load_best_model_at_end"] if training.load_best_model_at_end else []
+    unused += ["test_split_size"] if data.test_split_size else []
+    if unused and training.eval_strategy == "no":
         raise ValueError(
-            f"{' and '.join(without_effect)} would have no effect: add eval_strategy: steps or epoch, without which a "
-            "run is not evaluated."
+            f"{' and '.join(unused)} would have no effect: add eval_strategy: steps or epoch, without which a run is "
+            "not evaluated."
         )
+    given = vars(parser.parse_known_args(list(flags))[0])
+    # folders and files may be moved: of what is not streamed the rows are compared, see `dataset.digests`
+    may_change = ("output_dir",) if data.streaming else ("output_dir", "datasets")
+    settings = {key: value for key, value in given.items() if key not in may_change and value != defaults.get(key)}
+    return Stage(name, script, training, model, data, json.loads(json.dumps(settings, default=str)))

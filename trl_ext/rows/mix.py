@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SHORTER = 8  # short rows in place of a long one
-_SHORT_FACTS = 3  # in a short row, at most
+SHORT_FACTS = 3  # in a short row, at most
 
 Ids = Sequence[Sequence[int]]
 OwnTexts = Ids | Callable[[], Ids]
@@ -121,7 +121,7 @@ def make_rows(
                     if size == length:
                         made = draw_question_rows(pieces, length=size, facts=facts, chat=chat, rng=rng)
                     else:
-                        n_facts = min(facts, _SHORT_FACTS)
+                        n_facts = min(facts, SHORT_FACTS)
                         advice = (
                             f"Short rows have an eighth of length {length}: give a larger length, or short=0 "
                             "(--short 0), which makes no short rows."
@@ -191,7 +191,7 @@ def _require_texts(kind: Kind, texts: Ids) -> None:
 def _text_rows(pieces: Pieces, length: int, label: bool, rng: random.Random) -> Iterator[Row]:
     begin = SpecialTokens.of(pieces.tokenizer).begin
     while True:
-        yield Row.all_alike("text", [*begin, *pieces.draw(length - len(begin), rng)], label)
+        yield Row.with_one_label("text", [*begin, *pieces.draw(length - len(begin), rng)], label)
 
 
 class _Pool:
@@ -211,4 +211,4 @@ class _Pool:
                 room = length - len(ids)
                 number = next((k for k, text in enumerate(self.left) if len(text) <= room), 0)
                 ids += self.left.pop(number)[:room]
-            yield Row.all_alike(self.kind, ids, label)
+            yield Row.with_one_label(self.kind, ids, label)

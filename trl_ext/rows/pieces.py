@@ -1,4 +1,4 @@
-"""Pieces of texts at random places, without tokenizing the texts as a whole."""
+"""Pieces of texts at random places, without tokenizing whole texts."""
 
 import random
 from bisect import bisect

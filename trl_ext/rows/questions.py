@@ -63,7 +63,7 @@ def draw_question_rows(
     rng: random.Random,
     advice: str = "Hide fewer facts, or make longer rows.",
 ) -> Iterator[Row]:
-    """`question_rows` without end, in chats at random; `advice` ends the error where `length` is too short."""
+    """`question_rows` without end, in chats at random; `advice` ends the error for a `length` that is too short."""
     tokenizer = pieces.tokenizer
     require_share_of_chats(chat)
     if chat > 0:

@@ -10,11 +10,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of a row, and which of them a next-token loss is taken of.
+    """Tokens of a row, and the labels among them.
 
     Args:
-        kind: what the row is made of: running text, chats of the model, hidden facts with questions, or texts of the
-            model.
+        kind: content of the row: running text, chats of the model, hidden facts with questions, or texts of the model.
         ids: token ids.
         labelled: 1 for each token that is a label, else 0; as many as `ids`.
     """
@@ -24,6 +23,6 @@ class Row:
     labelled: list[int]
 
     @classmethod
-    def all_alike(cls, kind: Kind, ids: Sequence[int], label: bool) -> "Row":
-        """A row of which all tokens are labels, or none."""
+    def with_one_label(cls, kind: Kind, ids: Sequence[int], label: bool) -> "Row":
+        """A row in which all tokens are labels, or none."""
         return cls(kind, list(ids), [int(label)] * len(ids))

@@ -18,7 +18,7 @@ from rope_patch.rope.rotary import find_decoder
 
 from .turns import SampledTurns
 
-# fixed and not by free memory, so that a seed gives the same texts each time. On a GPU a small model's step mostly
+# fixed and not by free memory, so that a seed gives the same texts each time. On a GPU a step of a small model mostly
 # reads weights and launches kernels, which more rows share; a CPU is busy with few
 AT_ONCE = {"cuda": 1024, "cpu": 8}
 """Texts that are written at once, by device."""
@@ -127,13 +127,13 @@ def sampled_chats(
     model: nn.Module,
     tokenizer: Any,
     *,
-    max_user_tokens: int,
-    max_reply_tokens: int,
-    temperature: float,
-    seed: int,
-    keep_unfinished: bool,
-    batch_size: int | None,
-    progress: bool,
+    max_user_tokens: int = 96,
+    max_reply_tokens: int = 512,
+    temperature: float = 1.0,
+    seed: int = 0,
+    keep_unfinished: bool = False,
+    batch_size: int | None = None,
+    progress: bool = True,
 ) -> Iterator[list[int]]:
     """The chats of `own_chats` without end."""
     sampler = _Sampler(model, tokenizer, temperature, seed, batch_size, progress)
@@ -177,11 +177,11 @@ def sampled_texts(
     model: nn.Module,
     tokenizer: Any,
     *,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    batch_size: int | None,
-    progress: bool,
+    max_tokens: int = 1024,
+    temperature: float = 1.0,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
 ) -> Iterator[list[int]]:
     """The texts of `own_texts` without end."""
     sampler = _Sampler(model, tokenizer, temperature, seed, batch_size, progress)
@@ -238,7 +238,7 @@ class _Sampler:
             )
 
     def batches(self, batch: Callable[[int], list[list[int]]], nothing: str) -> Iterator[list[int]]:
-        """Texts of one batch after another, halved where memory runs out."""
+        """Texts of one batch after another; batches are halved when memory runs out."""
         fruitless = 0
         while True:
             try:
@@ -270,6 +270,16 @@ class _Sampler:
             )
         self.calls = call  # only now: after running out of memory, a smaller batch begins with the same draws
         return written
+
+
+def until(tokens: int, texts: Iterator[list[int]], what: str) -> list[list[int]]:
+    """As many texts as hold `tokens` tokens together, with a progress bar named `what`."""
+    taken: list[list[int]] = []
+    with tqdm(total=tokens, desc=what, unit="token", unit_scale=True) as bar:
+        while bar.n < tokens:
+            taken.append(next(texts))
+            bar.update(min(len(taken[-1]), tokens - bar.n))
+    return taken
 
 
 def _has_text(tokenizer: Any, ids: list[int]) -> bool:

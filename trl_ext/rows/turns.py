@@ -1,4 +1,4 @@
-"""The text that a chat template puts around questions and answers."""
+"""The text of a chat template around questions and answers."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -42,5 +42,5 @@ def tell_idle_gpus(args: "RopeSFTConfig") -> None:
     if sees_idle_gpus(args):
         logger.warning(
             f"{torch.cuda.device_count()} GPUs are visible, and one process trains on one, {args.device}: `rope-patch "
-            "train RECIPE.yaml --accelerate_config ddp` takes all, and so does `accelerate launch` for a script."
+            "train RECIPE.yaml --accelerate-config ddp` takes all, and so does `accelerate launch` for a script."
         )

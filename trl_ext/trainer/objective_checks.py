@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..config import RopeSFTConfig
 
 _INSTEAD_OF_SPREADING = (
-    "train it in parts by `rope-patch train RECIPE.yaml --accelerate_config fsdp2`, by `accelerate launch` of a "
+    "train it in parts by `rope-patch train RECIPE.yaml --accelerate-config fsdp2`, by `accelerate launch` of a "
     "script, or load it with device_map={'': 0}."
 )
 

@@ -24,17 +24,11 @@ def test_the_command_writes_a_checkpoint_and_says_how_to_serve_it(tmp_path, caps
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]["rope_type"] == "yarn"
 
 
-def test_a_refusal_is_one_line(tmp_path, capsys):
-    patch_model(tiny(), "dynamic-ntk", factor=4.0).save_pretrained(tmp_path / "model")
-    assert main(["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--target", "sglang"]) == 2
-    assert "sglang would serve this model wrong" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_no_folder_is_left_of_one_in_others_after_a_refusal(tmp_path, capsys):
     patch_model(tiny(), "dynamic-ntk", factor=4.0).save_pretrained(tmp_path / "model")
     command = ["export", str(tmp_path / "model"), "--output", str(tmp_path / "runs" / "1" / "out"), "--no-check"]
     assert main([*command, "--target", "sglang"]) == 2
+    assert "sglang would serve this model wrong" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     (tmp_path / "runs").mkdir()
     assert main([*command, "--target", "sglang"]) == 2
@@ -84,16 +78,15 @@ def test_native_is_refused_where_the_adapter_says_its_rope(tmp_path, capsys):
     ("config", "says"),
     [
         ("{}", "adapter_config.json names no base model (base_model_name_or_path)"),
-        ('{"base_model_name_or_path": null}', "adapter_config.json names no base model (base_model_name_or_path)"),
         ("{", "adapter_config.json is no JSON: Expecting property name"),
     ],
 )
-@pytest.mark.parametrize("rescaling", ["", "@ntk:factor=4"])
-def test_an_adapter_without_a_base_is_one_line(tmp_path, capsys, config, says, rescaling):
+def test_an_adapter_without_a_base_is_one_line(tmp_path, capsys, config, says):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(config)
-    assert main(["export", f"{tmp_path / 'adapter'}{rescaling}", "--output", str(tmp_path / "out")]) == 2
-    assert says in capsys.readouterr().err
+    for rescaling in ("", "@ntk:factor=4"):
+        assert main(["export", f"{tmp_path / 'adapter'}{rescaling}", "--output", str(tmp_path / "out")]) == 2
+        assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -47,7 +47,7 @@ def test_a_dry_run_prints_the_plan(folder, capsys):
     arguments = ["base", "--to", "1600", "--data", "books.jsonl", "--output", "out", "--short", "0", "--facts", "2"]
     assert cli.main(["extend", *arguments, "--lengths", "700", "--device", "cpu", "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "What will be done to reach 1,600 positions, and why" in printed and not (folder / "out").exists()
+    assert "How the context window becomes 1,600 positions, and why" in printed and not (folder / "out").exists()
     assert max(map(len, printed.splitlines())) <= 120
 
 
@@ -66,7 +66,10 @@ def test_what_a_slow_machine_is_told_to_type_are_flags(folder, capsys, monkeypat
     [
         (["base", "--to", "1600", "--data", "none.jsonl"], "there is no text file none.jsonl"),
         (["base", "--to", "1600", "--data", "base"], "base is a folder: name the files in it."),
-        (["base", "--to", "700", "--data", "books.jsonl"], "--to must be beyond the window of 800 positions"),
+        (
+            ["base", "--to", "700", "--data", "books.jsonl"],
+            "--to must be longer than the context window of base, 800",
+        ),
         (["base", "--to", "1600", "--data", "books.jsonl", "--target", "vlm"], "--target 'vlm'. Did you mean 'vllm'?"),
     ],
 )

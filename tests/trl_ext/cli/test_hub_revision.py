@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import export
 from trl_ext import cli
+from trl_ext.cli.measure import _at_revisions
 from trl_ext.cli.model_spec import ModelSpec
 
 WINDOWS = {"v1": 96, "main": 160}
@@ -30,12 +31,19 @@ def written_by(name):
     return write
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Where one is, beside a hub with owner/base and owner/other, each with v1 and main."""
-    use_cache(monkeypatch, tmp_path / "hub")
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """With owner/base and owner/other, each with v1 and main."""
+    folder = tmp_path_factory.mktemp("hub")
     for repository in ("owner/base", "owner/other"):
-        publish(tmp_path / "hub", repository, **{name: written_by(name) for name in WINDOWS})
+        publish(folder, repository, **{name: written_by(name) for name in WINDOWS})
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, hub, monkeypatch):
+    """The current folder, with a model and a text, beside the hub."""
+    use_cache(monkeypatch, hub)
     written_by("main")(tmp_path / "local")
     (tmp_path / "text.txt").write_text("It was a dark night. Who was there? " * 90)
     monkeypatch.chdir(tmp_path)
@@ -50,22 +58,17 @@ def revision_in(folder):
     return name, model.config.max_position_embeddings
 
 
-@pytest.mark.parametrize("revision", ["v1", "0" * 40])
 @pytest.mark.parametrize(
-    "rescaled", ["", pytest.param("@yarn:factor=2", marks=pytest.mark.slow)], ids=["as it is", "rescaled"]
+    ("rescaled", "revision"), [("", "0" * 40), pytest.param("@yarn:factor=2", "v1", marks=pytest.mark.slow)]
 )
 def test_an_export(rescaled, revision, folder):
-    command = ["export", f"owner/base{rescaled}", "--model-revision", revision, "--output", "out"]
+    command = ["export", f"owner/base{rescaled}", "--model-revision", revision, "--output", "out", "--no-check"]
     assert cli.main(command) == 0
     assert revision_in("out") == ("v1", 192 if rescaled else 96)
     said = f"[owner/base](https://huggingface.co/owner/base) at revision `{revision}`"
     assert said in (folder / "out/README.md").read_text()
-
-
-def test_an_export_without_a_revision_is_of_the_newest(folder):
-    assert cli.main(["export", "owner/base", "--output", "out", "--no-check"]) == 0
-    assert revision_in("out") == ("main", 160)
-    assert "at revision" not in (folder / "out/README.md").read_text()
+    assert cli.main(["export", "owner/base", "--output", "newest", "--no-check"]) == 0
+    assert revision_in("newest") == ("main", 160) and "at revision" not in (folder / "newest/README.md").read_text()
 
 
 def test_a_loaded_model_goes_with_the_tokenizer_of_the_commit_that_it_is_of(folder):
@@ -110,19 +113,13 @@ def evaluated(folder, *arguments):
     return stored["settings"], losses
 
 
-def test_eval_of_one_model(folder):
-    settings, losses = evaluated(folder, "--model", "owner/base", "--model-revision", "v1")
-    assert settings["model base"] == "owner/base at revision v1" and settings["window"].startswith("96 positions")
-    assert losses != evaluated(folder, "--model", "owner/base")[1]
-
-
 def test_eval_of_two_revisions_and_a_folder(folder):
     models = ["--model", "old=owner/base", "--model", "new=owner/base", "--model", "here=local"]
     settings, losses = evaluated(folder, *models, "--model-revision", "old=v1")
     assert [settings[f"model {label}"] for label in ("old", "new", "here")] == [
         "old=owner/base at revision v1", "new=owner/base", "here=local",
     ]  # fmt: skip
-    assert losses["old"] != losses["new"] == losses["here"]
+    assert losses["old"] != losses["new"] == losses["here"] and settings["window"].startswith("96 positions")
 
 
 def test_what_vllm_loads_is_of_the_revision(folder):
@@ -131,9 +128,9 @@ def test_what_vllm_loads_is_of_the_revision(folder):
     assert revision_in(spec.of_revision("v1").for_others) == ("v1", 96)
 
 
-def test_without_a_label_it_is_that_of_the_only_model_on_the_hub(folder):
-    settings, losses = evaluated(folder, "--model", "local", "--model", "owner/base", "--model-revision", "v1")
-    assert settings["model base"] == "owner/base at revision v1" and losses["local"] != losses["base"]
+def test_the_only_model_on_the_hub_needs_no_label():
+    specs = [ModelSpec.parse(text) for text in (".", "owner/base")]
+    assert [spec.model_revision for spec in _at_revisions(specs, ["v1"])] == [None, "v1"]
 
 
 @pytest.mark.parametrize(
@@ -145,9 +142,11 @@ def test_without_a_label_it_is_that_of_the_only_model_on_the_hub(folder):
         (["probe", "--model", "local"], "and local is a folder"),
         (["rows", "local", "--output", "rows.jsonl", "--text", "text.txt"], "and local is a folder"),
         (["eval", "--model", "local"], "and local is a folder"),
-        (["eval", "--model", "owner/base", "--model", "owner/other"], "of which model? Name it as LABEL=NAME, one of"),
-        (["eval", "--model", "owner/base", "--model-revision", "base=v1"], "one revision of base, got a second one"),
-        (["eval", "--model", "owner/base", "--model-revision", "bse=v1"], "no model is labelled bse, only base"),
+        (
+            ["eval", "--model", "owner/base", "--model", "owner/other"],
+            "must be LABEL=NAME, with a label of --model, base",
+        ),
+        (["eval", "--model", "owner/base", "--model-revision", "bse=v1"], "a label of --model, base, got bse=v1"),
         (
             ["export", "owner/base", "--output", "out", "--model-revision", "v3"],
             "owner/base at revision v3 is no folder with a checkpoint, and",
@@ -171,8 +170,6 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(command, why, folde
     "command",
     [
         ["export", "", "--output", "out"],
-        ["check", ""],
-        ["rows", "", "--output", "rows.jsonl", "--text", "text.txt"],
         ["extend", "", "--to", "512", "--data", "../text.txt", "--output", "out"],
     ],
     ids=lambda command: command[0],

@@ -52,19 +52,19 @@ def read(path):
 
 
 def test_rows_are_written_and_told(folder, capsys):
-    options = ["--text", "books.jsonl", "--rows", "6", "--facts", "2", "--short", "0"]
+    options = ["--text", "books.jsonl", "--rows", "6", "--facts", "2", "--short", "0", "--length", "800"]
     assert run("instruct", *options, "--output", "rows.jsonl", *HOT) == 0
     rows = read(folder / "rows.jsonl")
     assert len(rows) == 6 and all(list(row) == ["input_ids", "completion_mask"] for row in rows)
-    assert all(len(row["input_ids"]) == len(row["completion_mask"]) == 1600 for row in rows)
+    assert all(len(row["input_ids"]) == len(row["completion_mask"]) == 800 for row in rows)
     labelled = sum(map(sum, (row["completion_mask"] for row in rows)))
     captured = capsys.readouterr()
     assert sum(any(row["completion_mask"]) for row in rows) == 2
     for told in (
-        "text: 2 of 1,600 tokens; 0 tokens are labelled",
-        "chats: 2 of 1,600 tokens; 0 tokens are labelled",
-        f"questions: 2 of 1,600 tokens; {labelled} tokens are labelled",
-        "together: 6 rows, 9,600 tokens",
+        "text: 2 of 800 tokens; 0 tokens are labelled",
+        "chats: 2 of 800 tokens; 0 tokens are labelled",
+        f"questions: 2 of 800 tokens; {labelled} tokens are labelled",
+        "together: 6 rows, 4,800 tokens",
         "Rows: rows.jsonl",
     ):
         assert told in captured.out.splitlines()

@@ -65,10 +65,10 @@ def train(recipe: Path, *flags: str, path: str = "") -> tuple[int, str, list[str
         "HF_DATASETS_CACHE": str(recipe.parent / "cache"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "trl_ext", "train", str(recipe), "--accelerate_config", "ddp"]
+    command = [sys.executable, "-m", "trl_ext", "train", str(recipe), "--accelerate-config", "ddp"]
     began = time.monotonic()
     done = subprocess.run(
-        [*command, "--num_processes", "2", *flags], env=environment, capture_output=True, text=True, timeout=600
+        [*command, "--num-processes", "2", *flags], env=environment, capture_output=True, text=True, timeout=600
     )
     lines = done.stderr.replace("\r", "\n").strip().splitlines()
     return done.returncode, done.stdout, lines, time.monotonic() - began
@@ -86,7 +86,7 @@ def test_what_is_said_is_said_once(recipe):
 
 
 def test_a_mistake_that_all_ranks_find_is_told_once_and_last(recipe):
-    status, _, lines, _ = train(recipe, "--view_args", '{"split": 900, "skip": 30}')
+    status, _, lines, _ = train(recipe, "--view-args", '{"split": 900, "skip": 30}')
     assert status == 2
     assert lines[-1].startswith("rope-patch train: view 'skip': split must be below"), lines[-20:]
     assert sum("split must be below" in line for line in lines) == 1, lines

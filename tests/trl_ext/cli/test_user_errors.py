@@ -5,13 +5,21 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.characters import chat_tokenizer
+from support.tiny import tiny
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
+from transformers import TrainingArguments
 
 from trl_ext.cli.user_errors import EXTRAS, run_command
 from trl_ext.engines import rank_failures
+
+WEIGHT = torch.nn.Parameter(torch.zeros(1))
 
 
 def raising(error):
@@ -62,7 +70,7 @@ def test_a_chat_template_that_stops_is_a_mistake_too(template, says, capsys):
 
 def test_too_little_memory_is_a_matter_of_the_run(capsys):
     assert run_command("tool", raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ..."))) == 2
-    assert "tool: the GPU has too little memory: take shorter rows" in capsys.readouterr().err
+    assert "tool: the GPU has too little memory: use shorter sequences" in capsys.readouterr().err
 
 
 def test_the_traceback_is_shown_on_request(monkeypatch):
@@ -120,6 +128,24 @@ def test_what_libraries_are_to_change_is_not_told(recwarn):
 def test_a_missing_package_is_told_with_what_installs_it(error, told, capsys):
     assert run_command("tool", raising(error)) == 2
     assert capsys.readouterr().err.startswith(f"tool: {told} (")
+
+
+@pytest.mark.parametrize(
+    ("flag", "refused"),
+    [
+        ("--seed", lambda: np.random.seed(-1)),
+        ("--warmup-steps", lambda: TrainingArguments("out", warmup_steps=-1, use_cpu=True)),
+        ("--learning-rate", lambda: AdamW([WEIGHT], lr=-1.0)),
+        ("--adam-beta1", lambda: AdamW([WEIGHT], betas=(2.0, 0.9))),
+        ("--adam-beta2", lambda: AdamW([WEIGHT], betas=(0.9, 2.0))),
+        ("--adam-epsilon", lambda: AdamW([WEIGHT], eps=-1.0)),
+        ("--dataloader-num-workers", lambda: DataLoader([], num_workers=-1)),
+        ("--lora-r", lambda: get_peft_model(tiny(), LoraConfig(r=0, target_modules=["q_proj"]))),
+    ],
+)
+def test_a_value_that_a_library_refuses_is_told_with_its_flag(flag, refused, capsys):
+    assert run_command("tool", refused) == 2
+    assert capsys.readouterr().err.startswith(f"tool: {flag}: ")
 
 
 def test_every_extra_installs_what_it_is_named_for():

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from functools import partial
+from pathlib import Path
 
 import pytest
 from support.characters import CHARACTERS, character_tokenizer
@@ -14,7 +14,9 @@ from rope_patch import export
 from trl_ext import cli
 from trl_ext.demo import library, model
 from trl_ext.demo import run as run_module
-from trl_ext.extension import extending, measuring, rows
+from trl_ext.extension import measuring, rows
+from trl_ext.extension.extending import Extended
+from trl_ext.recipes import fine_tuning
 
 FLAGS = ["--device", "cpu", "--to", "1600", "--lengths", "700", "1500", "--facts", "2", "--rows", "8"]
 SIZES = ["--row-length", "800", "--prompts", "2"]
@@ -36,7 +38,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "standard_library_files", lambda: sorted(sources.iterdir()))
     monkeypatch.setattr(run_module, "embedded_file", lambda: tmp_path / "tiny.gguf")
     monkeypatch.setattr(run_module, "unpack_embedded", unpack)
-    monkeypatch.setattr(extending, "export", partial(export, check=False))
+    monkeypatch.setattr(fine_tuning, "export", lambda *given, **more: export(*given, **{**more, "check": False}))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -45,12 +47,44 @@ def demo(*extra):
     return cli.main(["demo", "--output", "out", *FLAGS, *SIZES, *extra])
 
 
+def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch, capsys):
+    calls = []
+
+    def extended(given, **options):
+        calls.append((given, options))
+        folder = options["output"]
+        return Extended(folder, folder / "model", {}, folder / "report.html", ["table"], ["Better: x"], ["question"])
+
+    monkeypatch.setattr(run_module, "extend", extended)
+    for begin in ("This extends the context window of SmolLM2", "\ntable\n"):  # the second time the model is there
+        assert demo() == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(begin) and "Warning" not in printed
+        assert printed.splitlines()[-1].startswith("Next, with long texts of your own: ")
+        assert " extend out/SmolLM2-135M-Instruct --to 65536 --data YOUR_TEXTS.jsonl" in printed.splitlines()[-1]
+    (given, options), again = calls
+    assert again == (given, options) and given == Path("out/SmolLM2-135M-Instruct")
+    assert options["data"].is_file() and options["output"] == Path("out/extended")
+    assert (
+        options["to"] == 1600 and options["lengths"] == (700, 1500) and options["shares"] == {"text": 1, "questions": 1}
+    )
+
+
+@pytest.mark.slow
 def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, monkeypatch, capsys):
     assert demo() == 0
     printed, errors = capsys.readouterr()
-    assert printed.index("Unpacking the model") < printed.index("What will be done") < printed.index("Training.")
+    assert printed.index("Unpacking the model") < printed.index("How the context") < printed.index("Training, and")
     end = printed[printed.index("  before") :]
-    for part in ("passkeys found at 1,500 tokens", "Won: ", "Lost: ", "  asked:", "  before:", "  after:", "Model:"):
+    for part in (
+        "passkeys found at 1,500 tokens",
+        "Better: ",
+        "Worse: ",
+        "  question:",
+        "  before:",
+        "  after:",
+        "Model:",
+    ):
         assert part in end
     assert end.splitlines()[-1].startswith("Next, with long texts of your own: ")
     assert " extend out/SmolLM2-135M-Instruct --to 65536 --data YOUR_TEXTS.jsonl" in end.splitlines()[-1]
@@ -62,7 +96,7 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, m
         monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("done again"))
     assert demo() == 0
     again = capsys.readouterr().out
-    assert again.startswith("All stages in out/extended are finished."), "a finished demo tells its result again"
+    assert again.startswith("The run in out/extended is finished."), "a finished demo tells its result again"
     assert again.splitlines()[-3:] == printed.splitlines()[-3:]
 
 
@@ -81,16 +115,16 @@ def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monk
         patch.setattr(training_module.ShortRowsTrainer, "training_step", stopping)
         assert demo() == 130
     errors = capsys.readouterr().err
-    kept = "Finished work is kept, of training up to its last checkpoint"
+    kept = "Finished work and the last checkpoint are kept"
     assert errors.endswith(f"\nStopped. {kept}: the same command resumes in out.\n")
     assert "Traceback" not in errors
     assert demo() == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "This resumes what was begun in out/extended. Done, and not done again: measuring the model as it is, making "
-        "training rows. Next: training."
+        "Resuming the run in out/extended. Finished: measuring the model as it is, making training rows. Next: "
+        "training and exporting."
     )
-    assert "Unpacking" not in printed and "Training, from checkpoint-2 on." in printed
+    assert "Unpacking" not in printed and "Training from checkpoint-2 on" in printed
 
 
 def test_other_options_are_refused_in_its_folder(small, monkeypatch, capsys):
@@ -112,15 +146,3 @@ def test_a_missing_package_is_said_with_its_extra(tmp_path, monkeypatch, capsys)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert cli.main(["demo", "--output", str(tmp_path / "out"), "--device", "cpu"]) == 2
     assert "the demo needs transformers: pip install 'rope-patch[demo]'." in capsys.readouterr().err
-
-
-def test_help_needs_no_torch():
-    import subprocess
-
-    code = (
-        "import sys; from trl_ext.cli import main\n"
-        "try: main(['demo', '--help'])\n"
-        "except SystemExit: print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("False\n")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import gemma3, tiny
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 WINDOW = 800
 TEXT = "It was a dark night. The wind blew! Who was there? "
@@ -19,7 +19,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     torch.manual_seed(0)
     models = {
-        "base": tiny(vocab_size=CHARACTERS, max_position_embeddings=WINDOW),
+        "base": tiny(vocab_size=CHARACTERS, max_position_embeddings=WINDOW, dtype=torch.bfloat16),
         "sliding": gemma3(CHARACTERS, WINDOW),
     }
     for name, model in models.items():
@@ -44,26 +44,6 @@ def folder(inputs, tmp_path, monkeypatch):
 def short_calibration(monkeypatch):
     """Each plan measures the machine; nothing here reads how fast it is."""
     monkeypatch.setattr("trl_ext.extension.machine._SECONDS", 0.0)
-
-
-@pytest.fixture
-def hub(folder, monkeypatch):
-    """A hub with the model "owner/base": its revisions "v1" and "v1.1" are the folder "base", others are not there."""
-    for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM):
-
-        def from_hub(name, *args, revision="main", real=kind.from_pretrained, **kwargs):
-            if str(name) != "owner/base":
-                return real(name, *args, **kwargs)
-            if revision not in ("v1", "v1.1"):
-                raise OSError(f"{revision} is not a valid git identifier for this model name.")
-            made = real("base", *args, **kwargs)
-            model = made[0] if isinstance(made, tuple) else made  # with what was loaded beside it
-            if isinstance(model, torch.nn.Module):
-                model.name_or_path = model.config._name_or_path = name
-            return made
-
-        monkeypatch.setattr(kind, "from_pretrained", from_hub)
-    return folder
 
 
 @pytest.fixture

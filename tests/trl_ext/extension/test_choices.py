@@ -39,13 +39,16 @@ def facts(window=8192, chat=True, shape=SMOL, **config):
     return ModelFacts("a model", made, tokenizer, window, torch.bfloat16)
 
 
+COMMON = facts()  # its modules are made once
+
+
 def options(to=65536, **more):
     return ExtendOptions(model="a model", to=to, data=("books.jsonl",), output="out", **more)
 
 
 def test_the_measured_recipe_is_the_default_of_the_model_that_it_was_measured_on():
     """examples/recipes/smollm2_keep_64k.yaml."""
-    found = choose(facts(), options(), gpu(140))
+    found = choose(COMMON, options(), gpu(140))
     assert found.rescaling.value == {"rescale": "ntk", "rescale_args": {"factor": 16.0}}
     assert found.view.value == {
         "view": "mix", "view_args": {"views": ["standard", {"view": "pose", "target": 65536, "chunks": 4}]},
@@ -69,7 +72,7 @@ def test_what_was_not_measured_says_so():
 
 
 def test_each_way_to_train_the_measured_model_has_the_rate_that_it_was_measured_at():
-    qkv, lora = (choose(facts(), options(train=train), gpu(140)).rate for train in ("qkv", "lora"))
+    qkv, lora = (choose(COMMON, options(train=train), gpu(140)).rate for train in ("qkv", "lora"))
     assert (qkv.value, qkv.basis) == (3e-4, "measured") and "in one seed" in qkv.reason
     assert (lora.value, lora.basis) == (1e-3, "not measured")  # adapters on all matrices were, these are on attention
     assert "not on attention alone" in lora.reason
@@ -102,7 +105,7 @@ def test_what_does_not_fit_at_all_is_refused():
 
 def test_another_rescaling_is_taken_where_ntk_is_refused():
     yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 8192}
-    with pytest.raises(ValueError, match="no rescaling fits this model: .*--rescale names another"):
+    with pytest.raises(ValueError, match="no RoPE scaling fits this model: .*--rescale sets another"):
         choose(facts(rope_parameters=yarn), options(), gpu(140))
     narrow = {**SMOL, "head_dim": 2}
     found = choose(facts(shape=narrow), options(), gpu(140)).rescaling
@@ -114,22 +117,22 @@ def test_without_a_possible_teacher_there_is_none():
     model.__dict__["missing"] = {"self-distillation": "its logits are not a product"}
     found = choose(model, options(), gpu(140))
     assert found.objective.value["objective"] == "clm" and found.rows.value["label_all"]
-    assert "Neither is possible here: its logits are not a product" in found.objective.reason
+    assert "This model supports neither: its logits are not a product" in found.objective.reason
 
 
 def test_the_teacher_can_be_left_out():
     given = {"objective": "native-distill", "objective_args": {"weight": 0}}
-    taught, alone = (choose(facts(), options(**more), gpu(140)) for more in ({}, given))
+    taught, alone = (choose(COMMON, options(**more), gpu(140)) for more in ({}, given))
     weights = {"weight": 0, "clm_weight": 1.0, "text_weight": 0.3}
     assert alone.objective.value == {"objective": "native-distill", "objective_args": weights}
     assert not alone.rows.value["label_all"] and alone.rows.value == taught.rows.value
     assert (alone.rate.value, taught.rate.value) == (1e-4, 3e-4) and "without a teacher" in alone.rate.reason
-    memory = [peak_memory(facts().size, found.step("cuda")) for found in (alone, taught)]
+    memory = [peak_memory(COMMON.size, found.step("cuda")) for found in (alone, taught)]
     assert memory[0].teacher == 0 < memory[1].teacher and 0 < memory[0].loss <= memory[1].loss
-    longer = choose(facts(), options(row_length=16384, **given), gpu(140))
+    longer = choose(COMMON, options(row_length=16384, **given), gpu(140))
     assert longer.rows.value["length"] == 16384
-    with pytest.raises(ValueError, match='at most the window of 8192, within which the teacher .*"weight": 0'):
-        choose(facts(), options(row_length=16384), gpu(140))
+    with pytest.raises(ValueError, match='at most the context window of 8192, within which the teacher .*"weight": 0'):
+        choose(COMMON, options(row_length=16384), gpu(140))
 
 
 def test_without_views_it_is_refused_with_the_way_out():
@@ -140,20 +143,20 @@ def test_without_views_it_is_refused_with_the_way_out():
 
 
 def test_a_machine_scales_what_is_measured():
-    few, many = (choose(facts(), options(), machine).evaluation.value for machine in (CPU, gpu(140)))
+    few, many = (choose(COMMON, options(), machine).evaluation.value for machine in (CPU, gpu(140)))
     assert few["prompts"] < many["prompts"] and few["measures"] == ["cliff", "passkey"]
     for value in (few, many):
         assert min(value["lengths"]) < 8192 and max(value["lengths"]) == 65536
 
 
 def test_choices_are_read_back_as_they_were():
-    found = choose(facts(), options(), gpu(140))
+    found = choose(COMMON, options(), gpu(140))
     assert Choices.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_every_choice_names_an_option_that_there_is():
     names = {f"--{name.replace('_', '-')}" for name in ExtendOptions.__dataclass_fields__}
-    for choice in choose(facts(), options(), CPU).all:
+    for choice in choose(COMMON, options(), CPU).all:
         assert set(choice.flag.split(", ")) <= names
         assert choice.reason.endswith(".") and choice.text
 
@@ -164,25 +167,25 @@ def test_an_option_wins():
         "objective": "native-distill", "objective_args": {"text_weight": 0.0}, "rows": 8, "train": "qkv",
         "learning_rate": 1e-5, "precision": "float32", "prompts": 3,
     }  # fmt: skip
-    found = choose(facts(), options(**given), gpu(140))
-    assert {choice.basis for choice in found.all} == {"asked for"}
+    found = choose(COMMON, options(**given), gpu(140))
+    assert {choice.basis for choice in found.all} == {"your choice"}
     assert found.objective.value["objective_args"] == {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.0}
     assert replace(found.rate, reason="").value == 1e-5 and found.weights.value["train"] == "qkv"
 
 
 def test_prompts_are_said_as_they_are_asked():
     for wanted, asked in ((3, 3), (10, 10), (15, 20), (40, 40)):
-        found = choose(facts(), options(prompts=wanted), gpu(140))
-        plan = eval_plan(facts(), 65536, found, 0)
+        found = choose(COMMON, options(prompts=wanted), gpu(140))
+        plan = eval_plan(COMMON, 65536, found, 0)
         assert found.evaluation.value["prompts"] == plan.trials * len(plan.depths) == asked
         assert f" {asked} questions each" in found.evaluation.text
         assert (f"{wanted} prompts are made {asked}," in found.evaluation.reason) == (wanted == 15)
 
 
 def test_other_facts_or_rows_a_step_are_not_what_was_measured():
-    found = choose(facts(), options(facts=2), gpu(140))
-    assert (found.rows.basis, found.rate.basis) == ("asked for", "measured")
-    found = choose(facts(), options(rows_per_step=2), gpu(140))
+    found = choose(COMMON, options(facts=2), gpu(140))
+    assert (found.rows.basis, found.rate.basis) == ("your choice", "measured")
+    found = choose(COMMON, options(rows_per_step=2), gpu(140))
     assert (found.rows.basis, found.rate.basis) == ("measured", "not measured")
     assert "with 8 rows a step, not 2." in found.rate.reason
 
@@ -193,9 +196,9 @@ def test_a_smaller_model_of_the_family_gets_the_careful_rate():
 
 
 def test_a_rank_without_adapters_is_told():
-    unused = "--lora-rank is not needed: no adapters."
-    assert choose(facts(), options(lora_rank=3), gpu(140)).weights.reason.endswith(unused)
-    assert unused not in choose(facts(), options(), gpu(140)).weights.reason
+    unused = "--lora-rank has no effect: no adapters."
+    assert choose(COMMON, options(lora_rank=3), gpu(140)).weights.reason.endswith(unused)
+    assert unused not in choose(COMMON, options(), gpu(140)).weights.reason
     for rank, said in ((None, 64), (3, 3)):
         found = choose(facts(shape=LLAMA), options(lora_rank=rank), gpu(90)).weights
         assert found.value["lora_rank"] == said and f"of rank {said}" in found.text and unused not in found.reason
@@ -204,28 +207,28 @@ def test_a_rank_without_adapters_is_told():
 
 def test_numbers_of_rows_of_a_kind_that_is_not_made_are_said_to_be_of_no_use():
     given = {"facts": 4, "own_tokens": 500}
-    said = choose(facts(), options(shares={"text": 1.0}, **given), CPU).rows.reason
-    assert "--facts is not needed: no questions." in said
-    assert "--own-tokens is not needed: the model writes none of the rows." in said
+    said = choose(COMMON, options(shares={"text": 1.0}, **given), CPU).rows.reason
+    assert "--facts has no effect: there are no questions." in said
+    assert "--own-tokens has no effect: the model writes none of the rows." in said
     for used in (given, {**given, "shares": {"own_texts": 1.0, "questions": 1.0}}):
-        assert "not needed" not in choose(facts(), options(**used), CPU).rows.reason
+        assert "no effect" not in choose(COMMON, options(**used), CPU).rows.reason
 
 
 def test_a_kind_without_rows_is_as_one_that_is_not_named():
     """It needs no room for its prompts, and no chat template."""
-    named = choose(facts(), options(shares={"text": 2.0}), CPU).rows
+    named = choose(COMMON, options(shares={"text": 2.0}), CPU).rows
     for none in ({"questions": 0.0}, {"chats": 0}, {"questions": 1e-6}):
-        assert choose(facts(), options(shares={"text": 2.0, **none}), CPU).rows == named
+        assert choose(COMMON, options(shares={"text": 2.0, **none}), CPU).rows == named
     base = choose(facts(is_chat=False), options(shares={"text": 1.0, "chats": 0.0}), CPU).rows
     assert set(base.value["shares"]) == {"text"}
     with pytest.raises(ValueError, match="shares must have a weight above 0"):
-        choose(facts(), options(shares={"text": 0.0}), CPU)
+        choose(COMMON, options(shares={"text": 0.0}), CPU)
 
 
 def test_the_page_names_each_choice_once(tmp_path, monkeypatch):
     found = {}
     monkeypatch.setattr(measuring, "write_report", lambda *_, settings, **__: found.update(settings))
-    made = choose(facts(), options(), CPU)
+    made = choose(COMMON, options(), CPU)
     measuring.report({}, tmp_path, "a model", SimpleNamespace(length=65536, window=8192), made, {})
     assert found["rescaling"].startswith("ntk by 16. It loses least") and set(found) == {c.name for c in made.all}
     assert str(made.rescaling) == f"rescaling: {found['rescaling']}"

@@ -26,18 +26,14 @@ def test_every_tenth_document_is_held_out(tmp_path):
     assert not set(found.held_out) & set(found.train) and "every 10th document" in found.source
 
 
-def test_one_document_is_trained_on_and_pythons_sources_are_measured_on(tmp_path):
-    found = read(tmp_path, ["word " * 300])
-    assert found.train == ["word " * 300] and "Python's standard library" in found.source
-
-
-def test_sources_of_python_that_are_trained_on_are_not_measured_on(tmp_path, monkeypatch):
+def test_beside_short_texts_pythons_sources_are_measured_on_unless_they_are_trained_on(tmp_path, monkeypatch):
     files = [tmp_path / "a.py", tmp_path / "b.py"]
     for file, word in zip(files, ("word ", "other "), strict=True):
         file.write_text(word * 300)
     monkeypatch.setattr(texts, "standard_library_files", lambda: files)
     found = read(tmp_path, ["word " * 300])
-    assert found.held_out == ["other " * 300] and not set(found.held_out) & set(found.train)
+    assert found.train == ["word " * 300] and found.held_out == ["other " * 300]
+    assert "Python's standard library" in found.source
     with pytest.raises(ValueError, match="--held-out is too short for 1 rows"):
         read(tmp_path, ["word " * 300, "other " * 300], to=1700)
 

@@ -37,6 +37,6 @@ def test_without_adapters_there_is_no_config():
 
 
 def test_a_name_on_the_command_line_is_one_too():
-    flags = "--use_peft true --lora_target_modules q_proj".split()
+    flags = "--use-peft true --lora-target-modules q_proj".split()
     (model,) = RecipeParser(ModelConfig).parse_args_and_config(flags)
     assert adapter_config(model).target_modules == {"q_proj"}

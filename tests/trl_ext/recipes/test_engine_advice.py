@@ -83,18 +83,20 @@ def test_no_more_gpus_are_advised_than_there_are(tmp_path, monkeypatch):
     )
     config = tiny().config
     one = engine_advice(config, settings(tmp_path), None, None, [1, 2], available=1)
-    assert "  2 GPUs fsdp2" in one and "is enough, with long_rows, which switches itself on: rope-patch train" in one
+    assert (
+        "  2 GPUs fsdp2" in one and "is enough, with long_rows, which is switched on automatically: rope-patch" in one
+    )
     fake[0] = EngineNeed("ddp", 1, 200, 190)
     one = engine_advice(config, settings(tmp_path), None, None, [1, 2], available=1)
-    assert "None fits what torch sees here, 1 of 0.0 GiB for a step: train adapters" in one
-    assert "--accelerate_config fsdp2 --num_processes 2" in engine_advice(
+    assert "None fits here, on 1 GPUs with 0.0 GiB for a step: train adapters" in one
+    assert "--accelerate-config fsdp2 --num-processes 2" in engine_advice(
         config, settings(tmp_path), None, None, [1, 2]
     )
 
 
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch, capsys):
-    """What `rope-patch train --dry_run` prints for a recipe, given a model and more fields."""
+    """What `rope-patch train --dry-run` prints for a recipe, given a model and more fields."""
 
     def run(model, *flags, **fields):
         monkeypatch.chdir(tmp_path)
@@ -102,7 +104,7 @@ def dry_run(tmp_path, monkeypatch, capsys):
         tokenizer().save_pretrained("model")
         recipe = {"model_name_or_path": "model", "output_dir": "out", "max_length": 64, "report_to": "none", **fields}
         (tmp_path / "tune.yaml").write_text(yaml.safe_dump({**recipe, "datasets": [{"path": "json"}]}))
-        assert cli.main(["train", "tune.yaml", "--dry_run", *flags]) == 0
+        assert cli.main(["train", "tune.yaml", "--dry-run", *flags]) == 0
         assert not (tmp_path / "out").exists()
         return capsys.readouterr().out
 
@@ -145,7 +147,7 @@ def test_a_ring_is_refused_for_those_numbers_of_gpus_that_it_does_not_go_with(dr
     printed = dry_run(tiny(), **fields, objective_args={"attention": 1.0})  # 4 heads of queries, 2 of keys
     assert printed.count("refused: attention=... of objective_args needs 4 and 2 heads") == 2
     assert "zero3-sp is refused" not in printed
-    assert "refused" in dry_run(tiny("mistral-sliding"), "--accelerate_config", "fsdp2-cp", "--num_processes", "2")
+    assert "refused" in dry_run(tiny("mistral-sliding"), "--accelerate-config", "fsdp2-cp", "--num-processes", "2")
 
 
 def test_an_engine_that_is_refused_is_not_advised():

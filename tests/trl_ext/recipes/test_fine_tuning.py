@@ -8,6 +8,7 @@ import pytest
 from support.tiny import tiny
 from support.training import tokenizer
 
+from trl_ext.recipes import dataset
 from trl_ext.recipes import fine_tuning as module
 from trl_ext.recipes.fine_tuning import fine_tune_recipe, plan_recipe
 
@@ -67,7 +68,7 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
         asked.append((path, options))
         return {"train": "rows", "test": "others"}
 
-    monkeypatch.setattr(module, "load_dataset", load)
+    monkeypatch.setattr(dataset, "load_dataset", load)
     with pytest.raises(Stop):
         fine_tune_recipe(recipe(text="dataset_name: someone/books\ndataset_config: long"))
     assert asked == [("someone/books", {"name": "long", "streaming": False})]
@@ -161,7 +162,7 @@ def test_what_cannot_be_trained_is_refused_before_a_model_is_loaded(more, text, 
 def test_a_folder_without_a_name_is_refused_before_the_text_is_read(recipe):
     """The empty path is the folder that the user is in; a shell's variable without a value gives it."""
     with pytest.raises(ValueError, match="output_dir must name a folder, got an empty name"):
-        fine_tune_recipe([*recipe("", "datasets: [{path: json, data_files: not_there.jsonl}]"), "--output_dir", ""])
+        fine_tune_recipe([*recipe("", "datasets: [{path: json, data_files: not_there.jsonl}]"), "--output-dir", ""])
 
 
 def test_fields_of_evaluations_without_one_are_refused_before_the_text_is_read_and_in_a_dry_run(recipe):
@@ -173,13 +174,13 @@ def test_fields_of_evaluations_without_one_are_refused_before_the_text_is_read_a
 
 def test_without_a_gpu_the_flags_for_a_cpu_are_named(recipe, monkeypatch):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
-    with pytest.raises(ValueError, match="there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on"):
-        fine_tune_recipe([*recipe(), "--use_cpu", "false", "--bf16", "true"])
+    with pytest.raises(ValueError, match="there is no GPU that torch can see. `--use-cpu true --bf16 false` trains on"):
+        fine_tune_recipe([*recipe(), "--use-cpu", "false", "--bf16", "true"])
 
 
 def test_a_folder_that_cannot_be_written_shows_before_a_model_is_loaded(recipe, trained):
     with pytest.raises(OSError, match="no file can be written in text.txt/run: Not a directory. Name another folder."):
-        fine_tune_recipe([*recipe(), "--output_dir", "text.txt/run"])
+        fine_tune_recipe([*recipe(), "--output-dir", "text.txt/run"])
     assert not trained
 
 
@@ -187,10 +188,10 @@ def test_a_folder_that_cannot_be_written_shows_before_a_model_is_loaded(recipe, 
     ("flags", "message"),
     [
         (
-            ["--output_dir", "model"],
+            ["--output-dir", "model"],
             "output_dir is the folder of model_name_or_path, model, which would be overwritten",
         ),
-        (["--output_dir", "./run/../model"], "output_dir is the folder of model_name_or_path"),
+        (["--output-dir", "./run/../model"], "output_dir is the folder of model_name_or_path"),
     ],
 )
 def test_what_would_train_nothing_or_overwrite_the_model_is_refused(flags, message, recipe, trained, tmp_path):

@@ -1,4 +1,4 @@
-"""`--accelerate_config`: what accelerate is told, and what is refused before anything starts."""
+"""`--accelerate-config`: what accelerate is told, and what is refused before anything starts."""
 
 import json
 import os
@@ -66,9 +66,9 @@ def test_the_command_is_launched_without_its_own_flags(monkeypatch):
         launched.append((config["num_processes"], arguments[arguments.index("-m") + 1 :]))
 
     monkeypatch.setattr(launching, "_launch", launch)
-    flags = ["--accelerate_config=fsdp2", "--num_processes", "2", "--learning_rate", "1e-5"]
+    flags = ["--accelerate-config=fsdp2", "--num-processes", "2", "--learning-rate", "1e-5"]
     assert cli.main(["train", "recipe.yaml", *flags]) == 0
-    assert launched == [(2, ["trl_ext", "train", "--config", "recipe.yaml", "--learning_rate", "1e-5"])]
+    assert launched == [(2, ["trl_ext", "train", "--config", "recipe.yaml", "--learning-rate", "1e-5"])]
 
 
 def failed(rank, status, seconds):
@@ -116,7 +116,7 @@ def test_ctrl_c_stops_the_ranks_and_the_command(monkeypatch, capsys):
         raise SignalException("stopped", signal.SIGINT)
 
     monkeypatch.setattr(launching, "_launch", launch)
-    assert cli.main(["train", "recipe.yaml", "--accelerate_config", "ddp"]) == 130
+    assert cli.main(["train", "recipe.yaml", "--accelerate-config", "ddp"]) == 130
     assert "Stopped." in capsys.readouterr().err
 
 
@@ -139,12 +139,12 @@ logging.getLogger("trl_ext").error("an error")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--accelerate_config", "fsdp3"], "Did you mean 'fsdp2'"),
-        (["--accelerate_config"], "needs a value"),
-        (["--num_processes", "2"], "belongs to --accelerate_config NAME: ddp, fsdp2"),
-        (["--accelerate_config", "ddp", "--num_processes", "two"], "at least 1, got 'two'"),
-        (["--accelerate_config", "fsdp2", "--ranks_per_sequence", "2"], "is for fsdp2-cp and zero3-sp"),
-        (["--accelerate_config", "fsdp2-cp", "--ranks_per_sequence", "3"], "got 3 of 4"),
+        (["--accelerate-config", "fsdp3"], "Did you mean 'fsdp2'"),
+        (["--accelerate-config"], "needs a value"),
+        (["--num-processes", "2"], "belongs to --accelerate-config NAME: ddp, fsdp2"),
+        (["--accelerate-config", "ddp", "--num-processes", "two"], "at least 1, got 'two'"),
+        (["--accelerate-config", "fsdp2", "--ranks-per-sequence", "2"], "is for fsdp2-cp and zero3-sp"),
+        (["--accelerate-config", "fsdp2-cp", "--ranks-per-sequence", "3"], "got 3 of 4"),
     ],
 )
 def test_a_wrong_launch_is_refused(arguments, text):

@@ -10,7 +10,7 @@ from trl_ext import RecipeParser, RopeSFTConfig
 from trl_ext.recipes.recipe import with_config_flag
 from trl_ext.recipes.stages import FIELDS
 
-ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
+ON_CPU = ["--use-cpu", "true", "--bf16", "false"]
 
 
 @pytest.fixture
@@ -73,12 +73,12 @@ def test_what_no_field_takes_is_told_with_the_file(recipe, message, parse):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--learning_rates", "3"], "Unknown flag '--learning_rates'. Did you mean '--learning_rate' or "),
-        (["--max_step", "3"], "Unknown flag '--max_step'. Did you mean '--max_steps'"),
-        (["--max_steps", "ten"], "--max_steps must be an integer, got 'ten'."),
-        (["--learning_rate", "fast"], "--learning_rate must be a number, got 'fast'."),
+        (["--learning-rates", "3"], "Unknown flag '--learning-rates'. Did you mean '--learning-rate' or "),
+        (["--max-step", "3"], "Unknown flag '--max-step'. Did you mean '--max-steps'"),
+        (["--max-steps", "ten"], "--max-steps must be an integer, got 'ten'."),
+        (["--learning-rate", "fast"], "--learning-rate must be a number, got 'fast'."),
         (["--optim", "adamw"], "Unknown optim 'adamw'. Did you mean '"),
-        (["--max_steps"], "--max_steps: expected one argument"),
+        (["--max-steps"], "--max-steps: expected one argument"),
         (["other.yaml"], "'other.yaml' belongs to no flag; a recipe comes first"),
     ],
 )
@@ -127,7 +127,7 @@ lora_target_modules: all-linear
 eval_strategy: 'no'
 datasets: [{path: json, split: train}]
 """
-    _, training, model, data = parse(recipe, *ON_CPU, "--view_args", '{"skip": 3}', "--logging-steps", "5")
+    _, training, model, data = parse(recipe, *ON_CPU, "--view-args", '{"skip": 3}', "--logging-steps", "5")
     assert os.environ.pop("ROPE_PATCH_TEST") == "1"
     assert training.view_args == {"skip": 3} and training.logging_steps == 5
     assert (training.learning_rate, training.max_steps, training.packing) == (1e-4, 7, False)
@@ -162,7 +162,7 @@ def test_long_documents_are_cut_where_a_recipe_does_not_say_otherwise(parse):
     recipe = "output_dir: out"
     config = parse(recipe, *ON_CPU, kinds=(RopeSFTConfig,))[0]
     assert (config.max_length, config.long_documents) == (None, "split")
-    flags = ["--max_length", "64", "--long_documents", "truncate"]
+    flags = ["--max-length", "64", "--long-documents", "truncate"]
     config = parse(recipe, *ON_CPU, *flags, kinds=(RopeSFTConfig,))[0]
     assert (config.max_length, config.long_documents) == (64, "truncate")
     with pytest.raises(ValueError, match="packing=True needs rows of one length, got max_length=None: set it"):

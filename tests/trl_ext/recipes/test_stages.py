@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.cards import card_in, run_code
 from support.characters import CHARACTERS, character_tokenizer
-from support.hub import move, publish, use_cache
+from support.hub import publish, use_cache
 from support.launched import run_ranks
 from support.marks import needs_ranks
 from support.tiny import WINDOW, tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import load_adapter
 from rope_patch.export import writing
@@ -74,23 +74,40 @@ def alike(folder, other):
     return all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.fixture(scope="module", params=WEIGHTS)
-def whole(request, tmp_path_factory):
-    """A run of both stages, and one that does not train behind them, with the dtypes that the first two trained in."""
-    folder = write_model(tmp_path_factory.mktemp("whole"))
-    trained, base = set(), set()
-    step = module.RopeSFTTrainer.training_step
+STILL = {**EXTEND, "name": "still", "max_steps": 1, "learning_rate": 0.0}
+STAGES = [DISTIL, EXTEND, STILL]
+ONE = {**EXTEND, "name": "one", "max_steps": 1}
 
-    def looking(self, model, *args, **kwargs):
-        for parameter in model.parameters():
-            (trained if parameter.requires_grad else base).add(parameter.dtype)
-        return step(self, model, *args, **kwargs)
 
-    still = {**EXTEND, "name": "still", "max_steps": 1, "learning_rate": 0.0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.RopeSFTTrainer, "training_step", looking)
-        made = train_recipe(recipe(folder, weights=request.param, stages=[DISTIL, EXTEND, still]))
-    return SimpleNamespace(folder=folder, made=made, trained=trained, base=base, weights=request.param)
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """A function that gives the run of all stages of a value of `WEIGHTS`, with the dtypes that it trained in."""
+    made = {}
+
+    def run(weights):
+        if weights in made:
+            return made[weights]
+        folder = write_model(tmp_path_factory.mktemp(weights))
+        trained, base = set(), set()
+        step = module.RopeSFTTrainer.training_step
+
+        def looking(self, model, *args, **kwargs):
+            for parameter in model.parameters():
+                (trained if parameter.requires_grad else base).add(parameter.dtype)
+            return step(self, model, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.RopeSFTTrainer, "training_step", looking)
+            result = train_recipe(recipe(folder, weights=weights, stages=STAGES))
+        made[weights] = SimpleNamespace(folder=folder, made=result, trained=trained, base=base, weights=weights)
+        return made[weights]
+
+    return run
+
+
+@pytest.fixture(params=WEIGHTS)
+def whole(request, run_of):
+    return run_of(request.param)
 
 
 def test_the_result_is_a_plain_rescaled_checkpoint_in_the_dtype_that_came(whole):
@@ -148,77 +165,71 @@ def stop(*_, **__):
 
 
 @pytest.mark.parametrize("weights", [pytest.param("lora", marks=pytest.mark.slow), "qkv"])
-def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_result(weights, folder, monkeypatch):
-    whole = train_recipe(recipe(folder, "whole", weights))
-    step, calls = module.RopeSFTTrainer.training_step, []
-    stop_at = [1, 4, 8]  # before anything is saved, within the first stage, within the second
+def test_a_run_that_is_stopped_anywhere_ends_with_the_same_result(weights, folder, run_of, monkeypatch):
+    whole = run_of(weights)
+    save, step = module.RopeSFTTrainer._save_rng_state, module.RopeSFTTrainer.training_step
+    extended = []
 
-    def stopping(self, *args, **kwargs):
-        calls.append(self.args.max_steps)
-        return stop() if len(calls) in stop_at else step(self, *args, **kwargs)
+    def stopped(owner, name, replacement, stages=STAGES):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="same command resumes in .*parts."):
+            patch.setattr(owner, name, replacement)
+            train_recipe(recipe(folder, "parts", weights, stages=stages))
 
-    def stopped(**options):
-        with pytest.raises(KeyboardInterrupt, match="the same command resumes in .*parts."):
-            train_recipe(recipe(folder, "parts", weights, **options))
+    def save_first(self, to):
+        return save(self, to) if self.state.global_step == 1 else stop()
 
-    monkeypatch.setattr(module.RopeSFTTrainer, "training_step", stopping)
-    stopped(stages=[{**DISTIL, "max_steps": 9}, EXTEND])  # nothing is kept of it: the next one may have other settings
-    with monkeypatch.context() as patch:  # behind the weights of a checkpoint, before the trainer's state
-        patch.setattr(module.RopeSFTTrainer, "_save_rng_state", stop)
-        stopped()
-    assert list((folder / "parts/distil/checkpoint-1").glob("*.safetensors"))
-    stopped()
-    stop_at.append(5)
-    stopped(stages=[DISTIL, {**EXTEND, "max_steps": 7}])  # settings of a stage that is not begun may still change
-    stop_at[:] = [9]
-    with monkeypatch.context() as patch:  # between the stages
-        patch.setattr(module, "free_memory", stop)
-        stopped()
-    stopped()
+    def second_step_of_extend(self, *given):
+        extended.append(self.args.max_length == 120)
+        return stop() if sum(extended) == 2 else step(self, *given)
+
+    # nothing is kept of it: the next one may have other settings
+    stopped(module.RopeSFTTrainer, "training_step", stop, [{**DISTIL, "max_steps": 9}, EXTEND, STILL])
+    # in the second checkpoint, behind its weights; settings of a stage that is not begun may still change
+    stopped(module.RopeSFTTrainer, "_save_rng_state", save_first, [DISTIL, {**EXTEND, "max_steps": 7}, STILL])
+    assert list((folder / "parts/distil/checkpoint-2").glob("*.safetensors"))
+    stopped(module, "free_memory", stop)  # between the stages
+    stopped(module.RopeSFTTrainer, "training_step", second_step_of_extend)
     with monkeypatch.context() as patch:  # in the export, by a kill, which removes nothing
-        patch.setattr(writing.ShardWriter, "finish", stop)
         patch.setattr(writing.shutil, "rmtree", lambda *_, **__: None)
-        stopped()
+        stopped(writing.ShardWriter, "finish", stop)
     (left,) = (folder / "parts").glob(".model-unfinished-*")
     assert (left / "model/config.json").is_file() and not (folder / "parts/model").exists()
-    made = train_recipe(recipe(folder, "parts", weights))
-    assert alike(made.folder, whole.folder) and made.stages == whole.stages
-    assert sorted(os.listdir(made.folder)) == sorted(os.listdir(whole.folder))
-    assert sorted(os.listdir(folder / "parts")) == sorted(os.listdir(folder / "whole"))
-    calls.clear()
-    assert train_recipe(recipe(folder, "parts", weights)) == made and not calls
+    made = train_recipe(recipe(folder, "parts", weights, stages=STAGES))
+    assert alike(made.folder, whole.made.folder) and made.stages == whole.made.stages
+    assert sorted(os.listdir(made.folder)) == sorted(os.listdir(whole.made.folder))
+    assert sorted(os.listdir(folder / "parts")) == sorted(os.listdir(whole.folder / "out"))
+    monkeypatch.setattr(module.RopeSFTTrainer, "training_step", stop)
+    assert train_recipe(recipe(folder, "parts", weights, stages=STAGES)) == made
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """The folder of a run of one stage."""
     folder = write_model(tmp_path_factory.mktemp("done"))
-    train_recipe(recipe(folder, stages=[DISTIL]))
+    train_recipe(recipe(folder, weights="qkv", stages=[ONE]))
     return folder
 
 
 def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
     """A run that was done gave its old result at once, one that was stopped would have trained on both."""
     monkeypatch.setattr(module.RopeSFTTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
-    assert train_recipe(recipe(done, stages=[DISTIL])).folder == done / "out" / "model"
+    assert train_recipe(recipe(done, weights="qkv", stages=[ONE])).folder == done / "out" / "model"
     other = "holds a run with other settings: "
-    with pytest.raises(
-        ValueError, match=other + r"stage distil: rescale_args .*4.0.* there and .*2.0.* here. Use anot"
-    ):
-        train_recipe(recipe(done, stages=[DISTIL]), rescale_args={"factor": 2.0})
-    with pytest.raises(ValueError, match=other + r"stages \['distil'\] there and \['distil', 'extend'\] here"):
-        train_recipe(recipe(done))
+    with pytest.raises(ValueError, match=other + r"stage one: rescale_args .*4.0.* there and .*2.0.* here. Use anot"):
+        train_recipe(recipe(done, weights="qkv", stages=[ONE]), rescale_args={"factor": 2.0})
+    with pytest.raises(ValueError, match=other + r"stages \['one'\] there and \['one', 'extend'\] here"):
+        train_recipe(recipe(done, weights="qkv", stages=[ONE, EXTEND]))
     books, model = done / "books.jsonl", done / "tiny" / "config.json"
     before = books.read_bytes()
     books.write_bytes(before.replace(b"short", b"other"))
-    with pytest.raises(ValueError, match=other + "text of distil changed. Use another output_dir"):
-        train_recipe(recipe(done, stages=[DISTIL]))
+    with pytest.raises(ValueError, match=other + "text of one changed. Use another output_dir"):
+        train_recipe(recipe(done, weights="qkv", stages=[ONE]))
     books.write_bytes(before)
     model.write_text(model.read_text() + "\n")
     with pytest.raises(ValueError, match="the model in .*tiny is not the one .* config.json changed. .* output_dir"):
-        train_recipe(recipe(done, stages=[DISTIL]))
+        train_recipe(recipe(done, weights="qkv", stages=[ONE]))
     with pytest.raises(ValueError, match="model is there already, and this recipe would export to it"):
-        train_recipe(recipe(done, stages=[{**DISTIL, "name": "new"}]))
+        train_recipe(recipe(done, weights="qkv", stages=[{**ONE, "name": "new"}]))
 
 
 @pytest.mark.parametrize(
@@ -301,7 +312,7 @@ def test_parts_of_a_model_are_not_exported(folder, monkeypatch):
 
 def test_a_stage_has_the_keys_of_the_recipe_under_its_own_and_flags_win(folder):
     given = recipe(folder, stages=[{"seed": 1}, {"max_length": 9}, {"name": "third", "rescale_args": {"factor": 2.0}}])
-    stages = read_stages(given, ["--weight_decay", "0.5"], max_length=32)
+    stages = read_stages(given, ["--weight-decay", "0.5"], max_length=32)
     assert [stage.name for stage in stages] == ["stage-1", "stage-2", "third"]
     assert [stage.folder for stage in stages] == [folder / "out" / stage.name for stage in stages]
     assert [stage.training.seed for stage in stages] == [1, 42, 42]
@@ -326,7 +337,8 @@ def test_adapters_of_a_quantised_base_are_trained_in_float32_too(folder, monkeyp
         return step(self, model, *args, **kwargs)
 
     monkeypatch.setattr(module.RopeSFTTrainer, "training_step", looking)
-    made = train_recipe(recipe(folder, load_in_4bit=True, bnb_4bit_quant_type="nf4", dtype="float32"))
+    quantized = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "dtype": "float32"}
+    made = train_recipe(recipe(folder, stages=[{**ONE, "learning_rate": 0.1}], **quantized))
     assert trained == {torch.float32}
     before, after = weights_of(folder / "tiny"), weights_of(made.folder)
     changed = {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])}
@@ -334,27 +346,26 @@ def test_adapters_of_a_quantised_base_are_trained_in_float32_too(folder, monkeyp
 
 
 @pytest.mark.parametrize("weights", [pytest.param("lora", marks=pytest.mark.slow), "qkv"])
-def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(weights, folder, monkeypatch):
-    def write(shift):
-        def into(to):
-            model = AutoModelForCausalLM.from_pretrained(folder / "tiny")
-            model.lm_head.weight.data += shift
-            model.save_pretrained(to)
-            character_tokenizer().save_pretrained(to)
+def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(weights, folder, run_of, monkeypatch):
+    """Also if it is gone since."""
 
-        return into
+    def write(to):
+        for kind in ("model", "tokenizer"):
+            source = AutoModelForCausalLM if kind == "model" else AutoTokenizer
+            source.from_pretrained(folder / "tiny").save_pretrained(to)
 
-    whole = train_recipe(recipe(folder, "whole", weights))
     use_cache(monkeypatch, folder / "hub")
-    publish(folder / "hub", "owner/base", main=write(0.0), later=write(1.0))
-    on_hub = recipe(folder, "parts", weights, model_name_or_path="owner/base")
+    publish(folder / "hub", "owner/base", main=write, later=write)
+    on_hub = recipe(folder, "parts", weights, model_name_or_path="owner/base", stages=STAGES)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, "free_memory", stop)  # behind the first stage
         train_recipe(on_hub)
-    commit = move(folder / "hub", "owner/base", "main", to="later")
+    branch = folder / "hub/models--owner--base/refs/main"
+    commit = branch.read_text()
+    branch.unlink()
     assert json.loads((folder / "parts/recipe.json").read_text())["hub_model"]["model_commit"] == commit
     made = train_recipe(on_hub)
-    assert alike(made.folder, whole.folder), "and not those of later"
+    assert alike(made.folder, run_of(weights).made.folder)
     assert f"at revision `{commit}`, trained" in (made.folder / "README.md").read_text()
     with pytest.raises(ValueError, match="stage distil: model_revision not set there and 'later' here"):
         train_recipe(on_hub, model_revision="later")
