@@ -169,15 +169,17 @@ class _Run:
         if not resumes:
             self.tell(f"{plan}\n\nMessages of other packages go to {log}.")
             self.options.folder.mkdir(parents=True, exist_ok=True)
-            kept = {
-                "model_files": self.model_files,
-                "model_commit": self.facts.commit,
-                "choices": self.choices.to_dict(),
-            }
-            write_whole(self.record, {**self.settings, **kept})
-        with only_run(self.record, "--output"):
+        # the log is locked: the record is replaced when it is written, and the recipe locks the folder
+        with only_run(log, "--output"):
             if resumes:
                 self._tell_resumed()
+            else:
+                kept = {
+                    "model_files": self.model_files,
+                    "model_commit": self.facts.commit,
+                    "choices": self.choices.to_dict(),
+                }
+                write_whole(self.record, {**self.settings, **kept})
             self.messages.write_to(log)
             return self._run()
 

@@ -115,9 +115,9 @@ def verdict(results: Results, window: int) -> list[str]:
     """What improved and what got worse, in sentences."""
     compared = regressions(results, window=window)
     sentences = []
-    for word, cells in (("Better", compared.above), ("Worse", compared.below)):
+    for word, cells in (("Won", compared.above), ("Lost", compared.below)):
         changes = [_sentence(cell) for cell in cells] or ["nothing beyond chance."]
-        sentences += [f"{word + ':':8}{change}" for change in changes]
+        sentences += [f"{word + ':':6}{change}" for change in changes]
     if any(not cell.higher_is_better for cell in compared.above + compared.below):
         sentences.append("The probability of the right next token is the geometric mean over tokens, exp(-loss).")
     if any(cell.is_of_one_text for cell in compared.cells):

@@ -61,23 +61,6 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     return repr(values[key]) if key in values else "not set"
 
 
-def record_settings(file: Path, settings: Mapping[str, Any], option: str) -> None:
-    """Claim the folder of `file` for a run.
-
-    Args:
-        file: the record of the run, which does not exist yet.
-        settings: of the run.
-        option: the option that names another folder, for the message.
-
-    Raises:
-        ValueError: another process has begun a run there in the meantime.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.exists():
-        raise ValueError(_in_use(file.parent, option))
-    write_whole(file, settings)
-
-
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint in `folder`, None if there is none.
 
@@ -113,7 +96,7 @@ def only_run(path: Path, option: str) -> Iterator[None]:
     Without locks in the system or the file system this does nothing. The lock ends with the process.
 
     Args:
-        path: the file of `record_settings`, or the folder itself if there is none. Network file systems lock files
+        path: a file of the run that is never replaced, or its folder. Network file systems lock files
             only.
         option: the option that names another folder, for the message.
 

@@ -53,7 +53,7 @@ def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch,
     def extended(given, **options):
         calls.append((given, options))
         folder = options["output"]
-        return Extended(folder, folder / "model", {}, folder / "report.html", ["table"], ["Better: x"], ["question"])
+        return Extended(folder, folder / "model", {}, folder / "report.html", ["table"], ["Won:  x"], ["question"])
 
     monkeypatch.setattr(run_module, "extend", extended)
     for begin in ("This extends the context window of SmolLM2", "\ntable\n"):  # the second time the model is there
@@ -78,8 +78,8 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, m
     end = printed[printed.index("  before") :]
     for part in (
         "passkeys found at 1,500 tokens",
-        "Better: ",
-        "Worse: ",
+        "Won:  ",
+        "Lost: ",
         "  question:",
         "  before:",
         "  after:",

@@ -77,7 +77,7 @@ def test_a_model_is_extended_measured_and_exported(whole, weights):
     assert done.model.name == "model" and list(done.commands) == ["transformers"]
     assert done.report.name == "report.html" and (out / "report/results.json").is_file()
     assert any(line.startswith("passkeys found at 1,500 tokens") for line in done.table)
-    for word in ("Better: ", "Worse: "):
+    for word in ("Won:  ", "Lost: "):
         assert any(line.startswith(word) for line in done.verdict)
 
 

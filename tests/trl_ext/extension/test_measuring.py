@@ -41,19 +41,19 @@ def losses(beyond):
 
 def test_answers_are_won_and_lost_in_percent():
     said = verdict(results([[1.0] * 10, [0.0] * 10], [[0.0] * 10, [1.0] * 10]), WINDOW)
-    assert said[0] == "Better: passkeys in 4,000 tokens: 100 % are found, before 0 %."
-    assert said[1] == "Worse:  passkeys in 1,000 tokens: 0 % are found, before 100 %."
+    assert said[0] == "Won:  passkeys in 4,000 tokens: 100 % are found, before 0 %."
+    assert said[1] == "Lost: passkeys in 1,000 tokens: 0 % are found, before 100 %."
     # six of ten have to differ
     assert said[2].startswith("With 10 prompts a length, changes of less than about 60 percentage points may")
     half = results([[0.0] * 10, [0.0] * 10], [[0.0] * 10, [1.0] * 5 + [0.0] * 5])
-    assert verdict(half, WINDOW)[0] == "Better: nothing beyond chance."
+    assert verdict(half, WINDOW)[0] == "Won:  nothing beyond chance."
 
 
 def test_few_answers_count_neither_way():
     said = verdict(results([[0.0]], [[1.0]]), WINDOW)
     assert said == [
-        "Better: nothing beyond chance.",
-        "Worse:  nothing beyond chance.",
+        "Won:  nothing beyond chance.",
+        "Lost: nothing beyond chance.",
         "Prompts of each length: 1. Changes of answers are judged from 6 prompts on; --prompts sets the number.",
     ]
 
@@ -61,8 +61,8 @@ def test_few_answers_count_neither_way():
 def test_losses_are_said_as_the_probability_of_the_right_token():
     before, after = losses(-math.log(0.01)), losses(-math.log(0.25))
     said = verdict({"cliff": {BEFORE: before, AFTER: after}}, WINDOW)
-    assert said[0] == "Better: text at positions 2,048 to 4,095: the right next token gets 25.0 %, before 1.0 %."
-    assert said[1] == "Worse:  nothing beyond chance." and "exp(-loss)" in said[2]
+    assert said[0] == "Won:  text at positions 2,048 to 4,095: the right next token gets 25.0 %, before 1.0 %."
+    assert said[1] == "Lost: nothing beyond chance." and "exp(-loss)" in said[2]
     assert "those of a single row, and other texts may differ" in said[3] and len(said) == 4
 
 
@@ -74,8 +74,8 @@ def test_a_small_gain_is_said_in_digits_that_show_it():
 
 def test_a_loss_that_is_no_number_is_lost():
     said = verdict({"cliff": {BEFORE: losses(4.0), AFTER: losses(math.nan)}}, WINDOW)
-    assert said[0] == "Better: nothing beyond chance."
-    assert said[1].startswith("Worse:  text at positions 2,048 to 4,095: the right next token gets no number (a")
+    assert said[0] == "Won:  nothing beyond chance."
+    assert said[1].startswith("Lost: text at positions 2,048 to 4,095: the right next token gets no number (a")
 
 
 def test_a_question_of_the_longest_prompt_is_shown_with_both_answers():
