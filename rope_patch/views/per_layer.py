@@ -1,4 +1,4 @@
-"""A view in force in some layers, or drawn for each."""
+"""A view in some layers only, or drawn for each layer."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,6 @@ from ..base import papers
 from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import TRUE_POSITIONS, VIEWS, Parameters, View
-from .options import require_effect
 from .several import as_view
 
 _MOST_LAYERS = 256
@@ -24,8 +23,8 @@ class PerLayer(View):
 
     Args:
         view: v; in a recipe `{view: posaug, alpha: 4}` stands for `PosAug(4)`.
-        layers: "bottom" or "top" half, the indices of layers, or "independent": all, with draws of their own. Layers
-            given by their indices are moved even where they are local, of the others only those that are not.
+        layers: "bottom" or "top" half, a list of layer indices, or "independent": all layers, each with a separate
+            draw. Layers with a sliding window stay at true positions unless the list names them.
 
     When: Take it to find out which layers need a view.
 
@@ -44,7 +43,8 @@ class PerLayer(View):
                 "view 'per-layer': a view that differs by layer or rescales frequencies stands alone, and so does "
                 "'mix'."
             )
-        require_effect(self, self.view.perturbs, f"{self.view!r} changes nothing in any layer: give another view.")
+        if not self.view.perturbs:
+            raise ValueError(f"view 'per-layer': {self.view!r} changes nothing in any layer: give another view.")
         if isinstance(self.layers, Sequence) and not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(self.layers))
         indices = isinstance(self.layers, tuple) and all(type(i) is int and i >= 0 for i in self.layers)
@@ -59,7 +59,7 @@ class PerLayer(View):
         return tuple(dict.fromkeys((*self.cites, *self.view.cited())))
 
     def _require_separate_draws(self) -> None:
-        """Draws of several layers at once are only right where each stands for itself."""
+        """Raise unless `draw`, given a key for each of 3 layers, draws for each of them and nothing across them."""
         key = DrawKey(0, torch.tensor(0), torch.arange(2)[:, None], torch.arange(3)[:, None, None])
         try:
             shapes = {p.shape for p in self.view.draw(torch.full((2, 1), 8), key).values()}
@@ -68,7 +68,7 @@ class PerLayer(View):
         apart = {shape for shape in shapes if len(shape) == 3 and shape[0] == 3}
         if not apart or not shapes - apart <= {(), (1, 1), (2, 1)}:
             raise ValueError(
-                f"view 'per-layer': {self.view!r} draws nothing, or a table, and so cannot be drawn for each layer: "
+                f"view 'per-layer': {self.view!r} draws nothing, or a table, so it cannot be drawn for each layer: "
                 "name the layers."
             )
 
@@ -102,7 +102,7 @@ class PerLayer(View):
 
     def reach(self, length: int, last: int | None = None) -> int | None:
         moved = self.view.reach(length, last)
-        others = length - 1 if last is None else last  # of layers that keep true positions
+        others = length - 1 if last is None else last  # layers at true positions
         return moved if moved is None or self.layers == "independent" else max(moved, others)
 
     @property
@@ -111,17 +111,15 @@ class PerLayer(View):
 
     def check_layers(self, n_layers: int, local: Collection[int] = ()) -> None:
         if self.layers == "independent" and n_layers > _MOST_LAYERS:
-            raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers are drawn apart, got {n_layers}.")
-        if self.layers == "bottom" and n_layers == 1:
-            raise ValueError("view 'per-layer': a model of one layer has no bottom half: name layers=[0].")
+            raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers get separate draws, got {n_layers}.")
         if not isinstance(self.layers, str) and max(self.layers) >= n_layers:
             raise ValueError(
                 f"view 'per-layer': layers must be below {n_layers}, those of this model, got {max(self.layers)}."
             )
         if not self.names_layers and set(self._moved_layers(n_layers)) <= set(local):
             raise ValueError(
-                f"view 'per-layer': layers={self.layers!r} would change nothing, as all of them are local layers of "
-                f"this model, which stay at true positions: name others, or these by index."
+                f"view 'per-layer': layers={self.layers!r} would change nothing: it leaves no layers but local ones, "
+                "which stay at true positions. List layers by index."
             )
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
@@ -134,7 +132,7 @@ class PerLayer(View):
         return self.view.draw_for(ids, t, documents, self._own(key))
 
     def _own(self, key: DrawKey) -> DrawKey:
-        """The key of each layer, if layers draw apart."""
+        """The key of each layer, [layers, 1, 1], if layers get separate draws."""
         if self.layers != "independent":
             return key
         streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.device)
@@ -149,7 +147,6 @@ class PerLayer(View):
         return [(chosen, self.view, parameters), (others, VIEWS[TRUE_POSITIONS](), {})]
 
     def _moved_layers(self, n_layers: int) -> list[int]:
-        """The layers in which the view is in force, in order."""
         half = n_layers // 2
         named = {"bottom": range(half), "top": range(half, n_layers), "independent": range(n_layers)}
         return sorted(set(named[self.layers] if isinstance(self.layers, str) else self.layers))

@@ -1,4 +1,4 @@
-"""What views that are made of several others have in common."""
+"""Base of views that are made of several views."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,7 @@ from .by_name import resolve_view
 
 
 class Several(View):
-    """Base of views that hold others as `views`, each of which draws from a stream of its own.
-
-    Parameters of the i-th view are named `i.NAME`.
-    """
+    """Base of views that hold `views`. Each of them draws from a separate stream; its parameters are named `i.NAME`."""
 
     views: Sequence[View]
 
@@ -67,12 +64,12 @@ class Several(View):
 
 
 def parameters_of(parameters: Parameters, i: int) -> Parameters:
-    """Those of the i-th view."""
+    """The parameters of the i-th view."""
     return {name.partition(".")[2]: v for name, v in parameters.items() if name.partition(".")[0] == str(i)}
 
 
 def as_view(entry: object, owner: str) -> View:
-    """The view itself, or the one that a name or a recipe's dictionary stands for."""
+    """A view from a view, a name or a recipe's dictionary."""
     if isinstance(entry, str):
         return resolve_view(entry)
     if isinstance(entry, dict) and "view" in entry:

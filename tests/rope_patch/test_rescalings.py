@@ -379,7 +379,7 @@ NTK_FACTOR = r"factor \(2 \* target window / trained window\) must be .* at leas
         ("skip", {"when": "eval"}, "when must be one of \\('train', 'always'\\), got 'eval'."),
         (3, {}, "Unknown method 3. Known:"),
         ("YaRN", {}, "Unknown method 'YaRN'. Did you mean 'yarn'\\?"),
-        ("cream", {"target": 64, "sigma": "5"}, "view 'cream': sigma must be a finite number above 0, from .* got '5'"),
+        ("cream", {"target": 64, "sigma": "5"}, "view 'cream': sigma must be a number above 0, got '5'"),
         ("pi", {"factor": 0}, "rescaling 'pi': factor .* must be a number of at least 1, got 0."),
         ("pi", {"factor": -2.0}, "factor .* must be a number of at least 1"),
         ("pi", {"factor": "4"}, "factor .* must be a number of at least 1, got '4'."),

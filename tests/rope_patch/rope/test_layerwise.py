@@ -128,7 +128,7 @@ def test_what_cannot_be_by_layer_is_refused():
         PerLayer(Standard())
     with pytest.raises(ValueError, match="layers must be one of .* or indices, got 3"):
         PerLayer(PosAug(), 3)
-    with pytest.raises(ValueError, match="a model of one layer has no bottom half"):
+    with pytest.raises(ValueError, match="layers='bottom' would change nothing"):
         patch_model(tiny(num_hidden_layers=1), PerLayer(PosAug(), "bottom"))
     with pytest.raises(ValueError, match="stands alone"):
         PerLayer(PerLayer(PosAug(), "top"), "bottom")
