@@ -1,7 +1,7 @@
 """RoPE parameters in the form of Transformers 4: `rope_theta` and `rope_scaling` in config.json.
 
-Transformers 5 writes only `rope_parameters`. Older versions, and programs with their own readers such as mlx-lm, ignore
-that key: they load such a checkpoint with base 10000 and without a rescaling, and raise no error.
+Transformers 5 writes only `rope_parameters`. Older versions and some programs, such as mlx-lm, ignore that key: they
+load such a checkpoint with base 10000 and without a rescaling, and raise no error.
 """
 
 import copy
@@ -23,15 +23,15 @@ def older_keys(config: Any) -> dict[str, Any]:
 
 
 def _keys_of(config: Any) -> tuple[str, ...]:
-    """Without the trained window for Phi-3, which keeps it in Transformers 5 whatever its RoPE parameters are."""
+    """Without the trained window for Phi-3, whose config always has it in Transformers 5."""
     return _KEYS[:-1] if hasattr(type(config), _TRAINED_WINDOW) else _KEYS
 
 
 def write_older_keys(config: Any, keys: dict[str, Any]) -> None:
     """Let `config` be saved with exactly these `keys` of the older form.
 
-    They are written to the instance dictionary, which is saved: in Transformers 5, `rope_scaling` is a property that
-    sets `rope_parameters`.
+    They go to the instance dictionary, which is saved: setting `rope_scaling`, a property in Transformers 5, would set
+    `rope_parameters`.
     """
     for key in _keys_of(config):
         vars(config).pop(key, None)
@@ -46,13 +46,12 @@ def unscaled_keys(config: Any) -> dict[str, Any]:
 def older_form(config: Any) -> dict[str, Any]:
     """The RoPE parameters of a text config in the older form.
 
-    With one set of frequencies, `rope_theta` is the base, and `rope_scaling` has the rest if there is a scaling. With
-    sliding and full layers, as in Gemma 3, both keys describe the full layers, and `rope_local_base_freq` is the base
-    of the sliding layers.
+    `rope_theta` is the base, and `rope_scaling` has the rest if there is a scaling. With sliding and full layers, as in
+    Gemma 3, both describe the full layers, and `rope_local_base_freq` is the base of the sliding layers.
 
     Returns:
-        The keys to write beside `rope_parameters`; only those that `config` has already if the family cannot read these
-        RoPE parameters back from the older form.
+        The keys to write beside `rope_parameters`; those that `config` already has, if the family cannot read these
+        RoPE parameters from the older form.
     """
     for candidate in _candidates(config):
         keys = {key: value for key, value in candidate.items() if key in _keys_of(config)}
@@ -64,8 +63,8 @@ def older_form(config: Any) -> dict[str, Any]:
 def resumable_form(config: Any) -> dict[str, Any]:
     """The part of `older_form` that a checkpoint of a training run can have.
 
-    When Transformers' Trainer resumes, it reads config.json without the family's class, and fails on a scaling with
-    original_max_position_embeddings. Such a scaling stays only in `rope_parameters` until `export` adds the older keys.
+    Trainer reads config.json without the family's class when it resumes, and fails on a `rope_scaling` with
+    original_max_position_embeddings. `export` adds those keys later.
     """
     keys = older_form(config)
     scaling = keys.get("rope_scaling", {})
@@ -104,7 +103,7 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_phi3(config: Any) -> dict[str, Any]:
-    """Phi-3 accepts exactly these three fields of a scaling, and computes the factor from the windows."""
+    """Phi-3 accepts exactly three fields of a scaling and computes the factor from the windows."""
     form = _flat(config.rope_parameters)
     scaling = form.get("rope_scaling", {})
     if scaling.get("rope_type") == "longrope" and "attention_factor" not in scaling:
@@ -114,7 +113,7 @@ def _of_phi3(config: Any) -> dict[str, Any]:
 
 
 def _reads_same(config: Any, keys: dict[str, Any]) -> bool:
-    """Whether the family reads the same RoPE parameters from both forms together and from the older form alone."""
+    """Whether the family reads the same RoPE parameters from both forms and from the older form alone."""
     others = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
     without = {key: value for key, value in others.items() if key != "rope_parameters"}
     try:

@@ -8,7 +8,7 @@ import torch
 from .base import VIEWS, Parameters, View
 from .nope import NoPE
 from .rpe import RPE
-from .several import Several, as_view, parameters_of
+from .several import Several, parameters_of
 
 
 @VIEWS.register("compose")
@@ -30,22 +30,11 @@ class Compose(Several):
     views: Sequence[View]
 
     def __post_init__(self) -> None:
-        if isinstance(self.views, str | View) or not isinstance(self.views, Sequence) or not self.views:
-            raise ValueError(f"view 'compose': views must be a list of at least one view, got {self.views!r}.")
-        # a tuple is hashable, and safe from later changes by the caller
-        object.__setattr__(self, "views", tuple(as_view(entry, "compose") for entry in self.views))
-        if any(view.stands_alone for view in self.views):
+        self._take_views(least=1)
+        if len(self.views) > 1 and any(isinstance(view, NoPE) for view in self.views):
             raise ValueError(
-                "view 'compose': a view that differs by layer or rescales frequencies stands alone, and so does 'mix', "
-                "whose views may be compositions."
+                "view 'compose': view 'nope' leaves no distances that other views could change: use it alone."
             )
-        for view in self.views:
-            if not view.perturbs:
-                raise ValueError(f"view 'compose': {view!r} changes nothing: leave it out.")
-            if isinstance(view, NoPE) and len(self.views) > 1:
-                raise ValueError(
-                    "view 'compose': view 'nope' leaves no distances that other views could change: use it alone."
-                )
         if any(isinstance(view, RPE) for view in self.views[1:]):
             raise ValueError("view 'compose': view 'rpe' takes the index of a token, so it must come first.")
 

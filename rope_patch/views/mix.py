@@ -10,7 +10,7 @@ from ..base.draws import DrawKey
 from ..base.validators import require_number
 from ..layout.documents import Documents
 from .base import VIEWS, Parameters, View
-from .several import Several, as_view, parameters_of
+from .several import Several, parameters_of
 
 
 @VIEWS.register("mix")
@@ -38,15 +38,7 @@ class Mix(Several):
     shares: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.views, str | View) or not isinstance(self.views, Sequence) or len(self.views) < 2:
-            raise ValueError(f"view 'mix': views must be a list of at least two views, got {self.views!r}.")
-        # tuples are hashable, and safe from later changes by the caller
-        object.__setattr__(self, "views", tuple(as_view(entry, "mix") for entry in self.views))
-        if any(view.stands_alone for view in self.views):
-            raise ValueError(
-                "view 'mix': a view that differs by layer or rescales frequencies stands alone, and so does another "
-                "mix: list the views of that one here."
-            )
+        self._take_views(least=2)
         for i, view in enumerate(self.views):
             if view in self.views[:i]:
                 raise ValueError(f"view 'mix': {view!r} is given twice: give it once, with the sum of both shares.")

@@ -10,15 +10,15 @@ from ..base import papers
 from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import TRUE_POSITIONS, VIEWS, Parameters, View
-from .several import as_view
+from .several import Several, as_part
 
-_MOST_LAYERS = 256
+_MOST_LAYERS = 256  # that get separate draws
 _HALVES = ("bottom", "top")
 
 
 @VIEWS.register("per-layer")
 @dataclass(frozen=True)
-class PerLayer(View):
+class PerLayer(Several):
     """r_l(t) = v(t) in some layers l and t in the others, or v drawn anew for each layer.
 
     Args:
@@ -37,14 +37,7 @@ class PerLayer(View):
     cites = (papers.POSAUG,)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "view", as_view(self.view, "per-layer"))
-        if self.view.stands_alone:
-            raise ValueError(
-                "view 'per-layer': a view that differs by layer or rescales frequencies stands alone, and so does "
-                "'mix'."
-            )
-        if not self.view.perturbs:
-            raise ValueError(f"view 'per-layer': {self.view!r} changes nothing in any layer: give another view.")
+        object.__setattr__(self, "view", as_part(self.view, "per-layer"))
         if isinstance(self.layers, Sequence) and not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(self.layers))
         indices = isinstance(self.layers, tuple) and all(type(i) is int and i >= 0 for i in self.layers)
@@ -54,9 +47,6 @@ class PerLayer(View):
             )
         if self.layers == "independent":
             self._require_separate_draws()
-
-    def cited(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.cites, *self.view.cited())))
 
     def _require_separate_draws(self) -> None:
         """Raise unless `draw`, given a key for each of 3 layers, draws for each of them and nothing across them."""
@@ -73,32 +63,12 @@ class PerLayer(View):
             )
 
     @property
-    def follows_progress(self) -> bool:
-        return bool(self.view.follows_progress)
-
-    @property
-    def draws_by_forward(self) -> bool:
-        return bool(self.view.draws_by_forward)
-
-    @property
-    def reads_tokens(self) -> bool:
-        return bool(self.view.reads_tokens)
+    def views(self) -> Sequence[View]:  # type: ignore[override]
+        return (self.view,)
 
     @property
     def layerwise(self) -> bool:
         return True
-
-    def check_run(self, args: Any) -> None:
-        self.view.check_run(args)
-
-    def check_length(self, length: int) -> None:
-        self.view.check_length(length)
-
-    def conditions(self) -> list[str]:
-        return list(self.view.conditions())
-
-    def targets(self) -> list[tuple[str, int]]:
-        return list(self.view.targets())
 
     def reach(self, length: int, last: int | None = None) -> int | None:
         moved = self.view.reach(length, last)
@@ -110,8 +80,6 @@ class PerLayer(View):
         return not isinstance(self.layers, str)
 
     def check_layers(self, n_layers: int, local: Collection[int] = ()) -> None:
-        if self.layers == "independent" and n_layers > _MOST_LAYERS:
-            raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers get separate draws, got {n_layers}.")
         if not isinstance(self.layers, str) and max(self.layers) >= n_layers:
             raise ValueError(
                 f"view 'per-layer': layers must be below {n_layers}, those of this model, got {max(self.layers)}."
@@ -121,9 +89,6 @@ class PerLayer(View):
                 f"view 'per-layer': layers={self.layers!r} would change nothing: it leaves no layers but local ones, "
                 "which stay at true positions. List layers by index."
             )
-
-    def can_change(self, length: torch.Tensor) -> torch.Tensor:
-        return self.view.can_change(length)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return self.view.draw(length, self._own(key))
@@ -150,6 +115,3 @@ class PerLayer(View):
         half = n_layers // 2
         named = {"bottom": range(half), "top": range(half, n_layers), "independent": range(n_layers)}
         return sorted(set(named[self.layers] if isinstance(self.layers, str) else self.layers))
-
-    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        raise NotImplementedError("positions differ by layer: use layer_groups")

@@ -16,6 +16,14 @@ class Several(View):
 
     views: Sequence[View]
 
+    def _take_views(self, least: int) -> None:
+        """Check `views` and make them a tuple, which is hashable and safe from later changes by the caller."""
+        if isinstance(self.views, str | View) or not isinstance(self.views, Sequence) or len(self.views) < least:
+            raise ValueError(
+                f"view {self.name!r}: views must be a list of views, at least {least}, got {self.views!r}."
+            )
+        object.__setattr__(self, "views", tuple(as_part(entry, self.name) for entry in self.views))
+
     @property
     def follows_progress(self) -> bool:
         return any(view.follows_progress for view in self.views)
@@ -29,7 +37,7 @@ class Several(View):
         return any(view.reads_tokens for view in self.views)
 
     def cited(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(paper for view in self.views for paper in view.cited()))
+        return tuple(dict.fromkeys((*self.cites, *(paper for view in self.views for paper in view.cited()))))
 
     def check_run(self, args: Any) -> None:
         for view in self.views:
@@ -68,15 +76,20 @@ def parameters_of(parameters: Parameters, i: int) -> Parameters:
     return {name.partition(".")[2]: v for name, v in parameters.items() if name.partition(".")[0] == str(i)}
 
 
-def as_view(entry: object, owner: str) -> View:
-    """A view from a view, a name or a recipe's dictionary."""
+def as_part(entry: object, owner: str) -> View:
+    """A view that can be part of view `owner`, from a view, a name or a recipe's dictionary."""
     if isinstance(entry, str):
-        return resolve_view(entry)
-    if isinstance(entry, dict) and "view" in entry:
-        return resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
+        entry = resolve_view(entry)
+    elif isinstance(entry, dict) and "view" in entry:
+        entry = resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
     if not isinstance(entry, View):
         raise ValueError(
             f"view {owner!r} takes views such as Skip(split=512), in a recipe {{view: skip, split: 512}} or a name, "
             f"got {entry!r}."
+        )
+    if entry.stands_alone:
+        raise ValueError(
+            f"view {owner!r}: a view that differs by layer, rescales frequencies or mixes views cannot be part of "
+            f"another view, got {entry!r}."
         )
     return entry
