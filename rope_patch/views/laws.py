@@ -45,7 +45,7 @@ class Law:
 
     def reach(self, most: Any = None) -> Any:
         """Largest number that can be drawn; `most` as in `sample`, or one integer."""
-        return most if None in self.numbers else max(self.numbers)
+        return most if None in self.numbers else max(self.numbers)  # type: ignore[type-var]
 
     def options(self) -> dict[str, Any]:
         """The dictionary that a recipe has for this law."""
@@ -202,7 +202,7 @@ class Linear(Curriculum):
 
     @property
     def _start(self) -> tuple[float, ...]:
-        return self.start if isinstance(self.start, tuple) else (self.start,)  # type: ignore[return-value]
+        return self.start if isinstance(self.start, tuple) else (self.start,)
 
     @property
     def numbers(self) -> tuple[float | None, ...]:
