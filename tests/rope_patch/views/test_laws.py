@@ -158,13 +158,11 @@ def test_a_recipe_names_a_law_and_a_record_writes_it_back(recipe):
     ("view", "options", "message"),
     [
         ("skip", {"skip": {"law": "log-unifrm"}}, "Unknown law 'log-unifrm'. Did you mean 'log-uniform'.*Known: cyc"),
-        ("skip", {"skip": {"law": ["uniform"]}}, "Unknown law \\['uniform'\\]"),
         (
             "skip",
             {"skip": {"law": "uniform", "hihg": 3}},
             "Unknown option 'hihg' of law 'uniform'. Did you mean 'high'",
         ),
-        ("skip", {"skip": {"law": "uniform", "until": 0.5}}, "Unknown option 'until' of law 'uniform'"),
         ("skip", {"skip": {"curriculum": "cosine"}}, "Unknown curriculum 'cosine'. Known: linear, step"),
         (
             "skip",
@@ -174,7 +172,6 @@ def test_a_recipe_names_a_law_and_a_record_writes_it_back(recipe):
         ("skip", {"skip": {"curriculum": "linear"}}, "with curriculum 'linear', which has start needs start"),
         ("skip", {"skip": {"law": "discrete"}}, "law 'discrete' needs values"),
         ("skip", {"skip": {"law": "discrete", "values": []}}, "law 'discrete': values must be a list .* got \\[\\]"),
-        ("skip", {"skip": {"law": "cycling", "values": 3}}, "law 'cycling': values must be a list .* got 3"),
         ("skip", {"skip": {"law": "uniform", "low": 2, "high": 1}}, "low must not exceed high, got low=2 and high=1"),
         ("skip", {"skip": {"law": "uniform", "high": "9"}}, "law 'uniform': an option of .* has a wrong type"),
         ("skip", {"skip": {"law": "log-uniform", "low": 0}}, "law 'log-uniform': low must be above 0, got 0"),
@@ -194,7 +191,6 @@ def test_a_recipe_names_a_law_and_a_record_writes_it_back(recipe):
             "curriculum 'step': until must be a number above 0 and below 1",
         ),
         ("skip", {"skip": {"high": 9}}, "skip must be an integer or a law, such as Uniform\\(1, 4096\\), in a recipe"),
-        ("skip", {"skip": None}, "skip must be an integer or a law, .* got None"),
         ("skip", {"split": True}, "split must be an integer of at least 0 .*, got True"),
         ("skip", {"skip": {"law": "uniform", "high": 1.5}}, "view 'skip': skip must be an integer of .*, got 1.5"),
         ("skip", {"skip": {"law": "uniform", "high": 2**25}}, "skip must be an integer of at .*, got 33554432"),
@@ -203,7 +199,6 @@ def test_a_recipe_names_a_law_and_a_record_writes_it_back(recipe):
             {"split": {"law": "uniform", "low": -1}},
             "view 'skip': split must be an integer of at least 0 .*, got -1",
         ),
-        ("cyclic", {"shift": -2}, "view 'cyclic': shift must be an integer of at least 0 .*, got -2"),
         ("posaug", {"alpha": {"law": "uniform"}}, "view 'posaug': alpha needs a law with a largest number, `high`"),
         (
             "posaug",
