@@ -43,7 +43,7 @@ class RPE(View):
     def check_length(self, length: int) -> None:
         if length > self.max_index:
             raise ValueError(
-                f"view 'rpe': documents of {length} tokens need {length} different indices, and there are "
+                f"view 'rpe': documents of {length} tokens have no {length} different indices below "
                 f"max_index={self.max_index}. Use shorter rows or a larger max_index."
             )
 
