@@ -309,7 +309,7 @@ def test_relation_distillation(model, record_property):
     if not takes_views(model, record_property):
         return
     model, ids = patch_model(model.train(), VIEW), tokens(2, N)
-    view_source(model).clock.set_step(0)  # else the first forward looks for an optimizer, through all objects
+    view_source(model).clock.set(0, 0)  # else the first forward looks for an optimizer, through all objects
     teacher = CopiedTeacher(model)
     with described(model, "relation distillation", record_property):
         distiller = RelationDistiller(model, RelationTargets(), teacher)
