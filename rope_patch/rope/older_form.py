@@ -53,9 +53,17 @@ def older_form(config: Any) -> dict[str, Any]:
         The keys to write beside `rope_parameters`; those that `config` already has, if the family cannot read these
         RoPE parameters from the older form.
     """
+    both = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
+    alone = {key: value for key, value in both.items() if key != "rope_parameters"}
     for candidate in _candidates(config):
         keys = {key: value for key, value in candidate.items() if key in _keys_of(config)}
-        if _reads_same(config, keys):
+        try:
+            read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (both, alone)]
+        except Exception:  # the kind of error differs by family
+            continue
+        # a family that keeps `rope_local_base_freq` as an attribute does not know the key
+        known = not any("rope_local_base_freq" in vars(config_read) for config_read in read)
+        if known and all(_comparable(config_read) == _comparable(config) for config_read in read):
             return keys
     return older_keys(config)
 
@@ -112,29 +120,13 @@ def _of_phi3(config: Any) -> dict[str, Any]:
     return form
 
 
-def _reads_same(config: Any, keys: dict[str, Any]) -> bool:
-    """Whether the family reads the same RoPE parameters from both forms and from the older form alone."""
-    others = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
-    without = {key: value for key, value in others.items() if key != "rope_parameters"}
-    try:
-        read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (others, without)]
-    except Exception:  # the kind of error differs by family
-        return False
-    if any("rope_local_base_freq" in vars(config_read) for config_read in read):
-        return False  # this family does not know the key
-    return all(_comparable(config_read) == _comparable(config) for config_read in read)
-
-
-def _comparable(config: Any) -> Any:
+def _comparable(config: Any) -> dict[str, Any]:
+    """RoPE parameters by layer type, with the defaults of missing keys, without `type`, the old name of rope_type."""
     parameters = config.rope_parameters
-    if is_nested(parameters):
-        return {layer_type: _explicit(of_type, config) for layer_type, of_type in parameters.items()}
-    return _explicit(parameters, config)
-
-
-def _explicit(parameters: dict[str, Any] | None, config: Any) -> dict[str, Any] | None:
-    """The RoPE parameters with the defaults of missing keys, and without `type`, the old name of rope_type."""
-    if parameters is None:
-        return None
-    explicit = {"partial_rotary_factor": 1.0, **{key: value for key, value in parameters.items() if key != "type"}}
-    return with_factor(explicit, getattr(config, "max_position_embeddings", None))
+    compared: dict[str, Any] = {}
+    for layer_type, entries in (parameters if is_nested(parameters) else {"": parameters}).items():
+        if entries is not None:
+            entries = {"partial_rotary_factor": 1.0, **{key: value for key, value in entries.items() if key != "type"}}
+            entries = with_factor(entries, getattr(config, "max_position_embeddings", None))
+        compared[layer_type] = entries
+    return compared
