@@ -1,4 +1,4 @@
-"""What every room may use: registries, number checks, keyed draws, papers, versions, JSON records.
+"""Shared by all rooms: registries, validators, keyed draws, papers, versions, JSON records.
 
 Imports nothing of the other rooms; import its modules by name.
 """

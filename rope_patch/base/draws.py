@@ -1,8 +1,8 @@
-"""Keyed random numbers: what is drawn depends on (seed, step, sample) and on nothing else.
+"""Keyed random numbers: a draw is a function of (seed, step, sample) alone.
 
-Resuming, accumulating gradients and adding ranks therefore give the same draw for the same sample, and torch's own
-generators are left alone. A draw neither waits for the GPU nor breaks a `torch.compile` graph: it is tensor arithmetic
-on the device of the key or, where a counter holds nothing but numbers, arithmetic of Python, which costs a GPU nothing.
+So a sample has the same draw after a resume, under gradient accumulation and on other ranks, and torch's generators
+stay as they are. A draw neither waits for the GPU nor breaks a `torch.compile` graph: it is tensor arithmetic on the
+device of the key, or Python arithmetic where the counter is plain numbers.
 """
 
 from dataclasses import dataclass, replace
@@ -41,11 +41,8 @@ def philox4x32(
 
 
 def _product(word: torch.Tensor | int, multiplier: int) -> tuple[torch.Tensor | int, torch.Tensor | int]:
-    """The high and the low 32 bits of a product of two words.
-
-    By halves of the multiplier, so that nothing leaves int64: torch.compile makes C++ of it, where an overflow has no
-    meaning, and draws would be others than without it.
-    """
+    """The high and the low 32 bits of a product of two words."""
+    # by halves, so that nothing overflows int64: in the C++ of torch.compile an overflow is undefined
     low = word * (multiplier & 0xFFFF)
     high = word * (multiplier >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -60,12 +57,12 @@ def between(word: torch.Tensor | int, low: torch.Tensor | int, high: torch.Tenso
 
 
 def between(word: torch.Tensor | int, low: torch.Tensor | int, high: torch.Tensor | int) -> torch.Tensor | int:
-    """The number of low..high, both included, that 32 random bits stand for, as `DrawKey.integers` has it."""
+    """Map 32 random bits to an integer in low..high, both included, as `DrawKey.integers` does."""
     return low + ((word * (high - low + 1)) >> 32)
 
 
 def mixed(word: torch.Tensor) -> torch.Tensor:
-    """A permutation of the numbers of 32 bits, each of whose bits depends on all bits of `word`, int64.
+    """A permutation of 32-bit numbers, int64, each of whose bits depends on all bits of `word`.
 
     Source: the finalizer of MurmurHash3, Austin Appleby, public domain.
     """
@@ -78,16 +75,16 @@ def mixed(word: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DrawKey:
-    """What a draw depends on. Equal keys give equal draws on every device, rank and micro-step.
+    """What a draw depends on. Equal keys give equal draws on every device, rank and micro-batch.
 
     Args:
         seed: any integer; its low 64 bits count.
-        step: optimizer step; an int64 tensor of shape [] in a traced graph, which would be traced anew for each number.
-        sample: ordinal of the document within the step, int64, [batch, 1] or [batch, seq_len]; None for what all
+        step: optimizer step; an int64 tensor of shape [] in a traced graph, which would be traced again for each int.
+        sample: ordinal of the document within the step, int64, [batch, 1] or [batch, seq_len]; None for a draw that all
             samples of the step share.
-        stream: tells apart several views that draw for the same sample; int64 tensors broadcast with `sample`.
-        progress: of training, from 0 to 1, float tensor of shape []; None, without a trainer, is the end.
-        shared_on: device of what is drawn where `sample` is None.
+        stream: separates several views that draw for the same sample; int64 tensors broadcast with `sample`.
+        progress: of training, from 0 to 1, float tensor of shape []; None, without a trainer, means the end.
+        shared_on: device of draws where `sample` is None.
     """
 
     seed: int
@@ -98,11 +95,11 @@ class DrawKey:
     shared_on: torch.device | None = None
 
     def per_step(self) -> "DrawKey":
-        """The key of the whole optimizer step: the same for every sample of it."""
+        """The key of the optimizer step, the same for all of its samples."""
         return replace(self, sample=None, shared_on=self.device)
 
     def per_forward(self) -> "DrawKey":
-        """The key of a micro-batch: that of its first sample, for every one."""
+        """The key of a micro-batch: that of its first sample, for all samples."""
         return self if self.sample is None else replace(self, sample=self.sample.min())
 
     def substream(self, stream: int) -> "DrawKey":
@@ -123,9 +120,9 @@ class DrawKey:
         return self._tensor(between(self._words(slot)[0], low, high))
 
     def words(self, *slots: range) -> tuple[torch.Tensor, ...]:
-        """The 32 random bits of each slot that `integers` takes, int64 in the shape of `sample`; see `between`.
+        """The 32 random bits that `integers` maps by `between`, of each slot, int64 in the shape of `sample`.
 
-        One computation for all, where a call of `integers` a slot is two hundred small kernels each.
+        One computation for all slots; each call of `integers` is two hundred small GPU kernels.
         """
         numbers = torch.cat([torch.arange(each.start, each.stop, each.step, device=self.device) for each in slots])
         dims = [part.dim() for part in (self.sample, self.stream) if isinstance(part, torch.Tensor)]
@@ -134,7 +131,7 @@ class DrawKey:
         return words.unbind(0)
 
     def turn(self, n: int) -> torch.Tensor:
-        """Which of n turns the step has, int64 of shape []."""
+        """The step modulo n, int64 of shape []."""
         return self._tensor(self.step % n)
 
     def _words(self, slot: int | torch.Tensor) -> tuple[torch.Tensor | int, torch.Tensor | int]:
@@ -146,7 +143,7 @@ class DrawKey:
 
     @property
     def device(self) -> torch.device | None:
-        """Where draws are made."""
+        """Device of the draws."""
         return self.shared_on if self.sample is None else self.sample.device
 
     def _tensor(self, value: torch.Tensor | int) -> torch.Tensor:

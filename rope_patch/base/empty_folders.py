@@ -1,4 +1,4 @@
-"""Folders that are made before it is known whether anything is written there. Imports nothing heavy."""
+"""Remove folders of failed commands. Imports nothing heavy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -7,12 +7,12 @@ from pathlib import Path
 
 @contextmanager
 def without_empty_folders(folder: Path) -> Iterator[None]:
-    """Remove `folder`, and those around it, which were made inside, where that fails and nothing is in them."""
+    """If the block raises, remove `folder` and its parents, as far as the block made them and they are empty."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # the first that was not made, or that holds something
+        with suppress(OSError):  # stops at the first folder with files
             for path in made:
                 path.rmdir()
         raise

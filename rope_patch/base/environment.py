@@ -1,4 +1,4 @@
-"""What a measurement ran on, for the files that it writes."""
+"""Versions and device of a measurement, for its result files."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

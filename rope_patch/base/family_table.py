@@ -1,7 +1,7 @@
-"""Model types whose modeling code does what neither their config nor their modules show.
+"""Facts about model types that neither config nor modules show.
 
-A model type that is not listed is taken for what its config and modules say. tests/families/test_table.py compares the
-table with the modeling code of the installed Transformers: a family that a newer version adds, or changes, fails there.
+tests/families/test_table.py compares the table with the modeling code of the installed Transformers: it fails for a
+family that a newer version adds or changes.
 """
 
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What is particular to the modeling code of a model type.
+    """Facts about the modeling code of a model type.
 
     Args:
-        has_rope: whether layer i of a model with this config applies RoPE; None where each attention layer does.
+        has_rope: whether layer i of a model with this config applies RoPE; None if each attention layer does.
         no_rotary_module: why there is no rotary module whose positions could be moved.
-        frequencies_from_config: class that works its frequencies out from the config in every forward.
+        frequencies_from_config: class that computes its frequencies from the config in every forward.
         rope_parameters_from_config: class that reads RoPE parameters from the config in every forward.
         query_scale: what scales queries by their position beside RoPE.
         not_relative: what makes scores depend on more than differences of RoPE indices.
         drops_keywords: classes whose forward takes keyword arguments and does not pass them on.
-        sees_beyond_window: whether queries see all tokens before them although the config names a sliding window: the
-            KV cache alone is cut to it.
+        sees_beyond_window: whether queries see all earlier tokens although the config has a sliding window, which only
+            limits the KV cache.
     """
 
     has_rope: Callable[[Any, int], bool] | None = None
@@ -36,7 +36,7 @@ class Family:
 
 
 def family_of(config: Any) -> Family:
-    """What is particular to the model type of a config."""
+    """The facts about the model type of a config."""
     return FAMILIES.get(config.model_type, Family())
 
 

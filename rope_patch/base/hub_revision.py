@@ -1,15 +1,15 @@
-"""Whether a revision can be one of a model on the hub, told before anything is loaded. Imports nothing heavy."""
+"""Check revisions of the hub before anything is loaded. Imports nothing heavy."""
 
 from pathlib import Path
 
 
 def require_revision(revision: str | None, name: str, argument: str) -> None:
-    """Raise ValueError if `revision` is none of a model on the hub.
+    """Raise ValueError if `revision` is given for a folder.
 
     Args:
-        revision: as the user gave it, None for "main".
+        revision: of a model on the hub, None for "main".
         name: hub id or folder of the model.
-        argument: what the user gave it as, for messages.
+        argument: name of the user's argument, for messages.
     """
     if revision is not None and (not name or Path(name).is_dir()):
         is_folder = f"{name} is a folder" if name else "this one was loaded from nowhere"

@@ -1,4 +1,4 @@
-"""Records and configs that are JSON: a damaged one is told by its file, with what to do. Imports nothing heavy."""
+"""Read JSON records and configs, with errors that name a damaged file. Imports nothing heavy."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,10 @@ def read_record(file: Path, remedy: str, shape: dict[str, Any] | None = None) ->
     """The JSON object in a file.
 
     Args:
-        file: that is there.
-        remedy: what to do about one that is damaged, a sentence.
-        shape: types of entries, others pass: a type, `| None` if it may be missing; or, of an entry that may always be
-            missing, an object's own shape, or a list with that of its items.
+        file: an existing file.
+        remedy: a sentence for the error: what to do about a damaged file.
+        shape: of entries; others pass. A type, with `| None` if the entry may be missing; or, for an entry that may
+            be missing, the shape of an object, or a list with the shape of its items.
 
     Raises:
         ValueError: it is no JSON, no object or of another shape.

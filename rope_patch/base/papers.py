@@ -1,8 +1,7 @@
-"""The papers of methods as BibTeX, for those who publish a model that was made with one."""
+"""BibTeX of the papers of methods, for model cards."""
 
 
 def _entry(key: str, title: str, year: int, *, authors: str = "", eprint: str = "", url: str = "") -> str:
-    """A BibTeX entry of what is on arXiv, or on a page of its own."""
     fields = {"title": f"{{{title}}}", "author": authors, "year": str(year)}
     if eprint:
         fields |= {"eprint": eprint, "archivePrefix": "arXiv", "url": f"https://arxiv.org/abs/{eprint}"}

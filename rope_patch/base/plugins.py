@@ -1,4 +1,4 @@
-"""Views, rescalings and objectives of other installed packages, by their entry points."""
+"""Views, rescalings and objectives of other installed packages, through entry points."""
 
 from importlib.metadata import entry_points
 
@@ -11,14 +11,14 @@ GROUPS = ("rope_patch.views", "rope_patch.rescalings", "rope_patch.objectives")
 
 
 def load_plugins() -> None:
-    """Import what installed packages declare in `GROUPS`, so that it is registered under its name.
+    """Import what installed packages declare in `GROUPS`, which registers it by name.
 
-    The commands of `rope-patch` call it; a script imports its own views. A package that cannot be imported is told in a
-    warning and left out, so that it breaks no command that does not need it.
+    The commands of `rope-patch` call this; a script imports its views itself. A package that fails gives a warning, so
+    that commands that do not need it run.
     """
     for group in GROUPS:
         for entry in entry_points(group=group):
             try:
                 entry.load()
-            except Exception as error:  # whatever the other package raises while it is imported
+            except Exception as error:  # an import can raise anything
                 logger.warning(f"{group} of {entry.value}: {entry.name!r} cannot be loaded: {error}")

@@ -1,4 +1,4 @@
-"""Names of views, rescalings and objectives, with errors that help."""
+"""Views, rescalings and objectives by name."""
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
@@ -6,18 +6,18 @@ from dataclasses import MISSING, fields
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-_MOST_LISTED = 30  # names in an error: fields of a trainer's config would fill a page
+_MOST_LISTED = 30  # names in an error; the fields of a trainer's config would fill a page
 
 
 class Registry(dict[str, Any]):
-    """Name -> class for one kind of thing: a dict with two helpful errors."""
+    """Name -> class: a dict that refuses a name twice and suggests the nearest name for an unknown one."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Decorator that adds a class under `name` and stores the name on it as `name`."""
+        """Decorator that adds a class under `name` and sets its attribute `name`."""
 
         def add(cls: type[T]) -> type[T]:
             if name in self:
@@ -33,7 +33,7 @@ class Registry(dict[str, Any]):
         raise unknown(self.kind, name, self, synonyms=synonyms)
 
 
-# here and not beside their classes: a view that is made of others asks both for a name, and imports no rescaling
+# here, so that a view that is made of others can look up both without importing rescalings
 VIEWS = Registry("view")
 RESCALINGS = Registry("rescaling")
 
@@ -41,35 +41,36 @@ RESCALINGS = Registry("rescaling")
 def unknown(
     kind: str, name: object, known: Collection[str], of: str = "", *, synonyms: Mapping[str, str] | None = None
 ) -> ValueError:
-    """The error for a `name` that is not among `known`, which are those `of` something, with the nearest one.
+    """The error for a `name` that is not in `known`, with the nearest names.
 
-    Where there are too many to list, with the nearest three. `synonyms` are names that others use, in lower case with
-    hyphens, each with the one in `known` that means the same: those that no spelling would lead to.
+    Args:
+        kind: what has such names.
+        name: what the user gave.
+        known: the names that exist.
+        of: what has the names, for the message.
+        synonyms: other names, in lower case with hyphens, each with the name in `known` that means the same.
     """
     of = of and f" of {of}"
     listed = len(known) <= _MOST_LISTED
     near: list[str] = []
     if isinstance(name, str):
-        meant = (synonyms or {}).get(name.lower().replace("_", "-").replace(" ", "-"))
-        near = (
-            [meant]
-            if meant is not None and meant in known
-            else difflib.get_close_matches(name.lower(), known, n=1 if listed else 3)
-        )
+        synonym = (synonyms or {}).get(name.lower().replace("_", "-").replace(" ", "-"))
+        closest = difflib.get_close_matches(name.lower(), known, n=1 if listed else 3)
+        near = [synonym] if synonym is not None and synonym in known else closest
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     rest = f" Known: {', '.join(sorted(known)) or 'none'}." if listed else ""
     return ValueError(f"Unknown {kind} {name!r}{of}.{hint}{rest}")
 
 
 def refuse_name_of(others: Registry, known: Registry, method: object) -> None:
-    """Raise ValueError if `method`, a name or an instance, is among `others` where one of `known` has to be."""
+    """Raise ValueError if `method`, a name or an instance, is in `others` instead of `known`."""
     name = method if isinstance(method, str) else getattr(method, "name", None)
     if name in others:
         raise ValueError(f"{name!r} is a {others.kind}; a {known.kind} is one of {', '.join(sorted(known))}.")
 
 
 def require_known(kind: str, known: Mapping[str, Any], method: object) -> None:
-    """Raise ValueError unless `method` is a name among `known`; what others call one of them leads to it."""
+    """Raise ValueError, with the nearest name, unless `method` is a name in `known`."""
     if not isinstance(method, str) or method not in known:
         raise unknown(kind, method, known, synonyms={s: name for name, cls in known.items() for s in cls.synonyms})
 
@@ -77,7 +78,7 @@ def require_known(kind: str, known: Mapping[str, Any], method: object) -> None:
 def resolve(
     kind: str, known: Mapping[str, type], bases: tuple[type, ...], method: object, options: dict[str, Any] | None
 ) -> object:
-    """The object that a name among `known` and its options stand for, or `method` itself if it is one of `bases`.
+    """The object of a name in `known` with these options, or `method` itself if it is one of `bases`.
 
     Raises:
         ValueError: unknown name or option, a required option that is missing, a value out of its range, or options
@@ -86,9 +87,7 @@ def resolve(
     options = options or {}
     if isinstance(method, bases):
         if options:
-            raise ValueError(
-                f"options {sorted(options)} go with a method's name; {method!r} has its arguments already."
-            )
+            raise ValueError(f"options {sorted(options)} go with a method's name; {method!r} already has arguments.")
         return method
     require_known(kind, known, method)
     assert isinstance(method, str)
@@ -96,7 +95,7 @@ def resolve(
 
 
 def from_options(cls: type[T], owner: str, options: dict[str, Any]) -> T:
-    """The dataclass `cls` with `options` as its arguments; `owner` is what the errors say they belong to.
+    """The dataclass `cls` with `options` as arguments; `owner` is its name in errors.
 
     Raises:
         ValueError: an option that is unknown or missing, or a value of a wrong type or out of its range.

@@ -1,25 +1,25 @@
-"""Checkpoints that come with Python code of their own, which Transformers runs where a user says so alone."""
+"""Load checkpoints, and refuse those with Python code unless the user allows it."""
 
 from pathlib import Path
 from typing import Any
 
 from .json_records import read_record
 
-_OPTION = "trust_remote_code"  # Transformers names it in its refusal, and in no other
+_OPTION = "trust_remote_code"  # of Transformers' errors, only the refusal of such code names it
 
 
 def load_pretrained(auto_class: Any, name: str | Path, argument: str = "", **options: Any) -> Any:
-    """What `auto_class.from_pretrained` gives: without trust_remote_code no code of a checkpoint runs or is asked for.
+    """Call `auto_class.from_pretrained`, which runs no code of a checkpoint, nor asks to, without trust_remote_code.
 
     Args:
-        auto_class: of Transformers, as AutoConfig.
+        auto_class: such as AutoConfig.
         name: folder or hub id.
-        argument: what the user gave it as; empty where that is plain.
+        argument: name of the user's argument, for messages; may be empty.
         **options: of `from_pretrained`.
 
     Raises:
-        ValueError: the checkpoint has code of its own that is not to run, a config in its folder is damaged, or what
-            `from_pretrained` raises.
+        ValueError: the checkpoint has Python code and the user did not allow it, a config in its folder is damaged, or
+            what `from_pretrained` raises.
     """
     for config in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if (file := Path(name, config)).is_file():
@@ -31,7 +31,7 @@ def load_pretrained(auto_class: Any, name: str | Path, argument: str = "", **opt
             raise
         raise ValueError(
             f"{argument}{': ' if argument else ''}{name} comes with Python code of its own (auto_map in its config), "
-            "which runs where you say so alone. Read it; then train with `trust_remote_code: true` in a recipe of "
-            "`rope-patch train`, or load the model with from_pretrained(..., trust_remote_code=True) and give that to "
+            "which runs only if you allow it. Read it; then train with `trust_remote_code: true` in a recipe of "
+            "`rope-patch train`, or load the model with from_pretrained(..., trust_remote_code=True) and pass it to "
             "patch_model or RopeSFTTrainer. Other commands take models that Transformers knows."
         ) from error

@@ -1,4 +1,4 @@
-"""Checks of numbers that a user gives: True is no number, neither is nan, and infinity is none that can be used."""
+"""Checks of values that a user gives. True is not a number here, nan is never in range, and neither is infinity."""
 
 import math
 from typing import Any
@@ -31,3 +31,9 @@ def require_integer(name: str, value: Any, *, least: float = -math.inf, most: fl
     bounds = [f"at least {least}"] * (least > -math.inf) + [f"at most {most}"] * (most < math.inf)
     allowed = f" of {' and '.join(bounds)}" if bounds else ""
     raise ValueError(f"{name} must be an integer{allowed}, got {value!r}.")
+
+
+def require_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}.")

@@ -1,4 +1,4 @@
-"""What model families can do, and why not: asked of `base/family_table.py`, of the config and of the modules.
+"""What model families can do, and why not, by `base/family_table.py`, config and modules.
 
-Everything that asks about a family imports `capabilities` and `local_layers`; nothing here reads modeling code.
+Other rooms ask `capabilities` and `local_layers`; nothing here reads modeling code.
 """

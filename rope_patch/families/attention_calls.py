@@ -1,4 +1,4 @@
-"""Watch every attention call of a model, with the arguments that the attention function gets."""
+"""Watch every attention call of a model, with the arguments of the attention function."""
 
 import sys
 import threading
@@ -25,8 +25,8 @@ class AttentionCall:
         key: [batch, n_kv_heads, n, head_dim], after RoPE, not repeated.
         value: [batch, n_kv_heads, n, value_dim].
         mask: in the form of the implementation.
-        options: keyword arguments; a watch may pop its own.
-        function: the attention function itself.
+        options: keyword arguments; a watch may pop those meant for it.
+        function: the attention function.
     """
 
     module: Any
@@ -39,14 +39,14 @@ class AttentionCall:
 
     @property
     def scale(self) -> float:
-        """Factor of the scores: the scale of the call, else head_dim ** -0.5."""
+        """Factor of the scores, by default head_dim ** -0.5."""
         scaling = self.options.get("scaling")
         return self.query.shape[-1] ** -0.5 if scaling is None else scaling
 
     def with_inputs(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> torch.Tensor:
-        """Call the function with these tensors, mask and further options; returns [batch, n, n_heads, value_dim]."""
+        """Call the function with other inputs and further options; returns [batch, n, n_heads, value_dim]."""
         output: torch.Tensor = self.function(self.module, query, key, value, mask, **{**self.options, **options})[0]
         return output
 
@@ -69,11 +69,11 @@ def attention_kernel(causal_lm: Any) -> str | None:
 
 
 def sliding_window(call: AttentionCall, config: Any) -> int | None:
-    """Number of tokens that a query of this layer sees, including itself; None for all.
+    """Number of tokens that a query of this layer sees, with itself; None for all.
 
     Args:
         call: a call of the layer; most families pass the window in it.
-        config: config of the decoder, from which Transformers builds the masks of other families.
+        config: of the decoder, from which Transformers builds the masks of other families.
     """
     if "sliding_window" in call.options:
         window: int | None = call.options["sliding_window"]
@@ -87,7 +87,7 @@ def sliding_window(call: AttentionCall, config: Any) -> int | None:
 
 
 class _Watched:
-    """The entry in the table of attention functions while blocks of `watched_attention` are open.
+    """The entry in the table of attention functions inside blocks of `watched_attention`.
 
     Args:
         function: the entry before; None for eager attention, which is not in the table.
@@ -96,7 +96,7 @@ class _Watched:
 
     def __init__(self, function: Callable[..., Any] | None, was_local: bool) -> None:
         self.function, self.was_local = function, was_local
-        self.watches: tuple[Watch, ...] = ()  # of the open blocks, in the order of their opening
+        self.watches: tuple[Watch, ...] = ()  # of the open blocks, outermost first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._attend(self.watches, *args, **kwargs)
@@ -111,7 +111,7 @@ class _Watched:
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Call the last watch; for it, the function is attention with the other watches."""
+        """Call the last watch; its `function` is attention with the other watches."""
         function: Callable[..., Any]
         if len(watches) > 1:
             function = partial(self._attend, watches[:-1])
@@ -129,14 +129,14 @@ _TABLE = threading.Lock()  # held while a block opens or ends
 
 @contextmanager
 def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
-    """Call `watch` before every attention of models that run the implementation of `causal_lm`.
+    """Call `watch` before every attention of models with the attention implementation of `causal_lm`.
 
-    Transformers has one table of attention functions per process. The entry in use is wrapped under its own name, since
-    masks are built by name, and restored at the end. Blocks nest; the innermost sees a call first. They may end in any
-    order, as blocks of two threads do. A backward that recomputes checkpointed layers has to run inside the block.
+    Transformers has one table of attention functions per process. The entry in use is replaced under the same name,
+    since masks are built by name, and restored at the end. Blocks nest, and the innermost sees a call first; they may
+    end in any order, as in two threads. A backward that recomputes checkpointed layers must run inside the block.
     """
     name = attention_name(causal_lm)
-    # the local mapping of the table overrides the shared one: an entry that was not in it must be deleted at the end
+    # the table's local mapping overrides its shared one: an entry that was not in it must be deleted at the end
     local: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping
     with _TABLE:
         entry = local.get(name)

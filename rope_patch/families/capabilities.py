@@ -1,4 +1,4 @@
-"""What a model family cannot do, and why. Losses check this before they start, and `describe` shows it."""
+"""What a model family cannot do, and why. Losses check it before they start, and `describe` shows it."""
 
 import inspect
 import re
@@ -31,7 +31,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def missing_capabilities(model: nn.Module) -> dict[str, str]:
-    """What cannot be done with a model that has RoPE -> the reason; all else can be done."""
+    """What a model with RoPE cannot do -> the reason."""
     causal_lm, decoder = find_causal_lm(model), find_decoder(model)
     reasons = {
         "views": why_no_views(decoder, LocalLayers.of(decoder)),
@@ -47,7 +47,7 @@ def missing_capabilities(model: nn.Module) -> dict[str, str]:
 
 
 def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
-    """Why a view has no layers to act on, given the local layers, which it does not change."""
+    """Why a view has no layers to act on; `local` ones do not count."""
     reason = why_no_layers(decoder)
     if reason is not None:
         return f"a view acts on layers that look back over a whole text, and {reason}"
@@ -79,7 +79,7 @@ def _scale_by_position(config: Any) -> str | None:
 def why_no_layers_apart(decoder: nn.Module) -> str | None:
     """Why layers cannot have different positions.
 
-    They can if one rotary module with one set of RoPE parameters computes the cosines and sines of all layers.
+    They can if one rotary module with one set of RoPE parameters computes cosines and sines for all layers.
     """
     rope_types = [rotary.attributes.get("rope_type") for rotary in rotary_states(decoder).values()]
     one_pair = not layers_call_rotary(decoder) and len(rope_types) == 1 and not isinstance(rope_types[0], dict)
@@ -102,7 +102,7 @@ def why_no_checkpointing(decoder: nn.Module) -> str | None:
 
 
 def why_no_self_distillation(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
-    """Why two views of one model cannot be compared."""
+    """Why a model cannot be distilled from itself under another view."""
     reason = why_unreachable(causal_lm, decoder) or why_no_losses(causal_lm, decoder)
     if reason is None and layers_call_rotary(decoder):
         return (
@@ -145,8 +145,8 @@ def why_no_head(causal_lm: Any, decoder: nn.Module) -> str | None:
     if causal_lm is decoder:
         return None
     head = causal_lm.get_output_embeddings()
-    if head is None:
-        return _without_head(causal_lm)
+    if head is None:  # such as a classifier
+        return f"{type(causal_lm).__name__} has no output head over the vocabulary, whose logits losses of tokens need."
     for name, child in causal_lm.named_children():
         beside = child is not head and decoder not in child.modules() and any(True for _ in child.parameters())
         if beside and not is_of_other_modality(name):
@@ -157,18 +157,11 @@ def why_no_head(causal_lm: Any, decoder: nn.Module) -> str | None:
     return None
 
 
-def _without_head(causal_lm: nn.Module) -> str:
-    """The reason for a model whose head gives no logits of tokens, such as a classifier."""
-    return f"{type(causal_lm).__name__} has no output head over the vocabulary, whose logits losses of tokens need."
-
-
 def why_no_losses(causal_lm: Any, decoder: nn.Module) -> str | None:
     """Why the weight of the output head does not give the logits of the model."""
-    if causal_lm is decoder:
-        return None
     head = causal_lm.get_output_embeddings()
-    if head is None:
-        return _without_head(causal_lm)
+    if causal_lm is decoder or head is None:
+        return why_no_head(causal_lm, decoder)
     if hasattr(head, "base_layer"):
         return (
             "the output head has an adapter, which a loss through its weight would leave out without an error: take "
@@ -189,7 +182,7 @@ def why_no_relations(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
 
 
 def why_no_native_rope(decoder: Any) -> str | None:
-    """Why the native RoPE parameters cannot be put in force for a block without changing the config."""
+    """Why a block cannot run with the native RoPE parameters while the config stays."""
     reason, reader = why_fixed_frequencies(decoder), family_of(decoder.config).rope_parameters_from_config
     if reason is None and reader is not None:
         reason = f"{reader} reads the RoPE parameters from the config in every forward"
@@ -197,18 +190,18 @@ def why_no_native_rope(decoder: Any) -> str | None:
 
 
 def why_fixed_frequencies(decoder: Any) -> str | None:
-    """Why a forward cannot have other frequencies than those of the config."""
+    """Why a forward always has the frequencies of the config."""
     reader = family_of(decoder.config).frequencies_from_config
     return reader and f"{reader} works its frequencies out from the config in every forward"
 
 
 def why_not_relative(decoder: Any) -> str | None:
-    """Why a shift of all indices changes predictions, None if it does not."""
+    """Why a shift of all indices changes predictions; None if it does not."""
     return family_of(decoder.config).not_relative
 
 
 def is_noisy(module: Any) -> bool:
-    """Whether a module is random in training: it is a dropout, or has a rate of dropout or jitter."""
+    """Whether a module is random in training, by a rate of dropout or jitter."""
     if isinstance(module, nn.Dropout):
         return module.p > 0
     return any(
@@ -224,7 +217,7 @@ def _aligns_masks_at_the_top() -> bool:
 
 
 def has_sinks(decoder: nn.Module) -> bool:
-    """Whether a layer has attention sinks: an extra score per head in the softmax, without a value."""
+    """Whether layers have attention sinks: an extra score per head in the softmax, without a value."""
     return any(getattr(module, "sinks", None) is not None for _, module in text_modules(decoder))
 
 
@@ -252,7 +245,7 @@ def why_unreachable(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
 
 
 def computes_own_attention(decoder: nn.Module) -> bool:
-    """Whether no layer uses Transformers' table of attention functions, in which calls are watched."""
+    """Whether no layer uses Transformers' table of attention functions, where calls are watched."""
     kinds = [
         kind for kind in type(decoder).__mro__ if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel
     ]
@@ -261,12 +254,12 @@ def computes_own_attention(decoder: nn.Module) -> bool:
 
 
 def _names_of_attention(decoder: nn.Module) -> list[str]:
-    """Names of attention modules, which have `is_causal`: Transformers' attention functions read it."""
+    """Names of the attention modules: Transformers' attention functions read their `is_causal`."""
     return [name for name, module in text_modules(decoder) if hasattr(module, "is_causal")]
 
 
 def _above(name: str) -> list[str]:
-    """The names of a module and of all that hold it, outermost first."""
+    """The names of a module and of all modules around it, outermost first."""
     parts = name.split(".") if name else []
     return [".".join(parts[:n]) for n in range(len(parts) + 1)]
 

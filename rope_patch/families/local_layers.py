@@ -1,7 +1,7 @@
 """Layers with sliding-window or chunked attention, which rescalings and views do not change.
 
-Such a layer attends at most a window back in a text of any length, so all its distances occur in training. A gap in its
-indices would add a distance that does not.
+In a text of any length such a layer attends at most a window back, so all its distances occurred in pretraining. A skip
+of positions would add others.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from ..rope.rotary import RotaryState, is_nested, rotary_states
 
 # in names of layer types, as of "sliding_attention", "chunked_attention" and "hybrid_sliding"
 _LOCAL = ("sliding", "chunked")
-# in names of layer types without attention, which carry a state from token to token
+# in names of layer types with a recurrent state in place of attention
 _WITHOUT_ATTENTION = ("linear", "conv", "mamba", "recurrent")
 # lists in configs, with false or 0 for each layer without RoPE
 _ROPE_BY_LAYER = ("no_rope_layers", "layer_rope_theta")
 
 
 def is_local(layer_type: str) -> bool:
-    """Whether layers of this type look back no further than a window or a chunk."""
+    """Whether layers of this type attend only within a window or a chunk."""
     return any(word in layer_type for word in _LOCAL)
 
 
@@ -32,7 +32,7 @@ def other_layer_types(config: Any) -> str:
 
 
 def far_looking_types(rope_parameters: dict[str, Any], rotary: Mapping[str, RotaryState]) -> set[str]:
-    """Layer types with RoPE that the model has and that are not local.
+    """Layer types of the model that have RoPE and are not local.
 
     Args:
         rope_parameters: one dictionary per layer type.
@@ -48,35 +48,28 @@ def _rotated_types(rope_parameters: dict[str, Any], rotary: Mapping[str, RotaryS
 
 def why_no_layers(decoder: PreTrainedModel) -> str | None:
     """Why neither a rescaling nor a view has layers to act on; None if there are some."""
-    if _applies_no_rope(decoder):
+    config: Any = decoder.config
+    layers = range(len(getattr(decoder, "layers", ())))
+    can_switch = family_of(config).has_rope or any(getattr(config, name, None) for name in _ROPE_BY_LAYER)
+    switched_off = bool(can_switch and layers) and not any(has_rope(config, i) for i in layers)
+    if switched_off or getattr(config, "alibi", False):  # Falcon's alternative to RoPE
         return f"the config of this {type(decoder).__name__} switches RoPE off in every layer."
-    rope_parameters = decoder.config.rope_parameters
+    rope_parameters = config.rope_parameters
     if not is_nested(rope_parameters) or far_looking_types(rope_parameters, rotary_states(decoder)):
         return None
     return "all layers of this model that have RoPE look back no further than a window of their own."
 
 
-def _applies_no_rope(decoder: Any) -> bool:
-    """Whether a config switches RoPE off in every layer."""
-    config = decoder.config
-    if getattr(config, "alibi", False):  # Falcon's alternative to RoPE
-        return True
-    layers = range(len(getattr(decoder, "layers", ())))
-    can_switch = family_of(config).has_rope or any(getattr(config, name, None) for name in _ROPE_BY_LAYER)
-    return bool(can_switch and layers) and not any(has_rope(config, i) for i in layers)
-
-
 @dataclass(frozen=True)
 class LocalLayers:
-    """The local layers of a model whose full-attention layers have RoPE too. Views leave them at true positions.
+    """The local layers of a model, which views leave at true positions if its full-attention layers have RoPE too.
 
-    Both fields are empty if all layers with RoPE are local, or none are: then a view moves all layers, as a rescaling
-    does.
+    Both fields are empty if all layers with RoPE are local, or none are: then a view moves all layers.
 
     Args:
-        types: their layer types.
-        layers: their indices if both kinds share cosines and sines; empty if the rotary module is called once per
-            layer type.
+        types: local layer types.
+        layers: indices of local layers if they share cosines and sines with the others; empty if the rotary module is
+            called once per layer type.
     """
 
     types: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Where tokens lie: documents of a batch, labels of their tokens, and rows with a copy of what a view moves.
+"""Layout of a batch: documents, labels, shards of a row, and rows with a second copy of moved tokens.
 
 Works on tensors alone; import its modules by name.
 """

@@ -1,4 +1,4 @@
-"""How many tokens the documents of a training set have, by the columns that trainers read."""
+"""Token counts of the documents of a training set."""
 
 import sys
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 import torch
 
 _REPLIES = ("chosen_ids", "rejected_ids", "completion_ids", "KL_completion_ids")
-"""Columns of TRL's trainers of preferences; each of them is a document, behind the prompt if there is one."""
+"""Columns of TRL's preference trainers; each is a document, after the prompt if there is one."""
 
 
 def document_lengths(dataset: Any) -> torch.Tensor | None:
-    """Tokens of each document of a set that is tokenized, int64 [documents]; None where only reading all would say.
+    """Tokens of each document of a tokenized set, int64 [documents]; None if one had to read all rows to know.
 
-    Rows are documents, unless they are packed: `seq_lengths` then holds the tokens of those in each. Rows of
-    preferences are a document for each reply.
+    A row is a document. A packed row has the tokens of its documents in `seq_lengths`, and a row of preferences has a
+    document for each reply.
     """
-    datasets = sys.modules.get("datasets")  # which whoever made such a set has imported
+    datasets = sys.modules.get("datasets")  # imported, if the set is one of its
     if datasets is None or not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return None
     names = dataset.column_names
@@ -33,13 +33,13 @@ def document_lengths(dataset: Any) -> torch.Tensor | None:
 
 
 def longest_document(dataset: Any) -> int | None:
-    """Tokens of the longest document, None where only reading all of them would say."""
+    """Tokens of the longest document; None if one had to read all rows to know."""
     lengths = document_lengths(dataset)
     return None if lengths is None else int(lengths.max()) or None
 
 
 def _tokens(batch: Any, name: str) -> torch.Tensor:
-    """Of the documents in a column of an arrow table."""
+    """Tokens of the documents in a column of an arrow table."""
     import pyarrow.compute as pc
 
     lengths = pc.list_flatten(batch[name]) if name == "seq_lengths" else pc.list_value_length(batch[name])

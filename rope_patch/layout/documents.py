@@ -1,4 +1,4 @@
-"""Where documents begin and end in a batch: views are drawn per document and never cross a boundary."""
+"""Documents of a batch: views are drawn for each of them and never cross a boundary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,12 @@ from torch import nn
 
 from ..base.draws import mixed
 
+_WORD = 0xFFFFFFFF  # 32 bits
+
 
 @dataclass(frozen=True)
 class Documents:
-    """The document of each token. All fields are int64, [batch, 1] if every row is one document, else [batch, seq_len].
+    """The document of each token. Fields are int64, [batch, 1] if every row is one document, else [batch, seq_len].
 
     Args:
         start: position of the document's first token, as in `position_ids`.
@@ -25,11 +27,11 @@ class Documents:
     ordinal: torch.Tensor
 
     def last_column(self) -> "Documents":
-        """The document that each row ends with, [batch, 1]: the one that decoding with a cache continues."""
+        """The last document of each row, [batch, 1], which decoding with a cache continues."""
         return Documents(self.start[:, -1:], self.length[:, -1:], self.ordinal[:, -1:])
 
     def rows(self, order: torch.Tensor) -> "Documents":
-        """Those of rows order[0], order[1], ..."""
+        """The documents of rows order[0], order[1], ..."""
         return Documents(*(x[order.to(x.device)] for x in (self.start, self.length, self.ordinal)))
 
 
@@ -40,19 +42,19 @@ def locate_documents(
     position_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
 ) -> Documents:
-    """Find the documents of a batch from what a Transformers decoder was called with.
+    """Find the documents of a batch from the arguments of a Transformers decoder.
 
-    A document begins at each token whose position is not its predecessor's plus one: the rule by which Transformers
-    builds the mask of a packed row (`masking_utils.find_packed_sequence_indices`). Padding belongs to no document of
-    its own: it takes the values of the document before it, on the left of a row of the one after it.
+    A document begins at each token whose position is not its predecessor's plus one, as in Transformers' masks of
+    packed rows (`masking_utils.find_packed_sequence_indices`). Padding gets the values of the document before it, or at
+    the left of a row those of the document after it.
 
     Args:
         batch: number of rows.
         seq_len: tokens in a row.
-        device: where the result lives.
+        device: of the result.
         position_ids: [1 or batch, seq_len], or None for 0..seq_len-1.
-        attention_mask: [batch, seq_len], nonzero where a token is real, or None. Masks of other ranks say nothing
-            about padding and count as None.
+        attention_mask: [batch, seq_len], nonzero where a token is real. None, or a mask with other dimensions: no
+            padding.
     """
     valid = attention_mask.bool() if attention_mask is not None and attention_mask.ndim == 2 else None
     if position_ids is None:
@@ -66,7 +68,7 @@ def locate_documents(
         after_padding[:, 0] = True
         after_padding[:, 1:] = ~valid[:, :-1]
         first_real = valid & (valid.cumsum(1) == 1)
-        # the one row start that padding must not hide, also in a row without any real token
+        # padding must not hide the start of a row, nor may a row without real tokens lack one
         begins = (valid & (begins | after_padding)) | first_real | ((token == 0) & ~valid.any(1, keepdim=True))
     number = begins.cumsum(1).clamp(min=1)  # left padding joins the first document
     first = torch.where(begins, token, seq_len).flip(1).cummin(1).values.flip(1)  # next beginning at or after a token
@@ -84,12 +86,12 @@ def locate_documents(
 
 
 def real_tokens_of(attention_mask: Any, cached: int = 0) -> torch.Tensor | None:
-    """Which tokens are not padding, [batch, seq_len], None if nothing says so, from any mask that a decoder is given.
+    """Which tokens are not padding, [batch, seq_len], from any mask that a decoder can get; None if unknown.
 
-    Multimodal models finish masks before they call their text decoder, [batch, 1 or n_heads, queries, keys] or one a
-    layer type. A token is real if it sees itself there: bool masks say so, additive ones hold 0. So do masks for a
-    static cache, whose keys are more than its `cached` tokens and those of the forward; tokens behind others in a cache
-    are not looked at.
+    Multimodal models pass finished masks to their text decoder, [batch, 1 or n_heads, queries, keys], or one for each
+    layer type. A token is real if it attends to itself there (True, or 0 in an additive mask). The same holds for a
+    static cache, which has more keys than the `cached` tokens and those of the forward. Tokens that follow cached ones
+    are not examined.
     """
     if isinstance(attention_mask, dict):
         masks = [real_tokens_of(mask, cached) for mask in attention_mask.values()]
@@ -122,10 +124,10 @@ def _rows_as_documents(batch: int, seq_len: int, device: torch.device, valid: to
 def closing_tokens(
     ids: torch.Tensor, t: torch.Tensor, documents: Documents, patterns: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Number of tokens of the longest pattern that each token's document ends with, int64 [batch, seq_len], 0 for none.
+    """Length of the longest pattern at the end of each token's document, int64 [batch, seq_len], 0 for none.
 
     Args:
-        ids: of the tokens, [batch, seq_len].
+        ids: token ids, [batch, seq_len].
         t: index of each token in its document, [1 or batch, seq_len], -1 on padding.
         documents: of the batch.
         patterns: token ids, one or more each.
@@ -143,15 +145,15 @@ def closing_tokens(
 
 
 def checked_cues(name: str, cues: object, *, least: int) -> tuple[tuple[int, ...], ...]:
-    """A set of cues, the patterns of `closing_tokens`, as tuples of token ids.
+    """A set of cues, the patterns of `closing_tokens`, as tuples of token IDs.
 
     Args:
-        name: what the error calls it.
-        cues: what a user gave, if it is no integer.
-        least: smallest integer that would be allowed in its place, for the error.
+        name: of the user's argument, for the error.
+        cues: what a user gave in place of an integer.
+        least: smallest integer that is allowed in place of cues, for the error.
 
     Raises:
-        ValueError: it is no set of different cues with a token or more each.
+        ValueError: these are not different cues of one or more token IDs.
     """
     lists = isinstance(cues, Sequence) and not isinstance(cues, str) and all(isinstance(c, Sequence) for c in cues)
     as_tuples = tuple(tuple(cue) for cue in cues) if lists else ()  # type: ignore[attr-defined]
@@ -165,13 +167,13 @@ def checked_cues(name: str, cues: object, *, least: int) -> tuple[tuple[int, ...
 
 
 def document_numbers(ids: torch.Tensor, t: torch.Tensor, documents: Documents) -> torch.Tensor:
-    """A number of 32 bits for each document, made of its tokens alone: int64, in the shape of `documents.ordinal`.
+    """A 32-bit hash of the tokens of each document, int64, in the shape of `documents.ordinal`.
 
-    The sum of h(h(id) + t) over its tokens, modulo 2**32, where h is a permutation of 32-bit numbers that mixes well.
-    Padding, neighbours and the place in the batch change nothing.
+    The sum of h(h(id) + t) over its tokens, modulo 2**32, where h is `mixed`. It does not depend on padding, neighbours
+    or the place in the batch.
 
     Args:
-        ids: of the tokens, [batch, seq_len].
+        ids: token ids, [batch, seq_len].
         t: index of each token in its document, [1 or batch, seq_len], -1 on padding.
         documents: of the batch.
     """
@@ -183,11 +185,8 @@ def document_numbers(ids: torch.Tensor, t: torch.Tensor, documents: Documents) -
     return sums.scatter_add_(0, documents.ordinal.flatten(), hashes.flatten())[documents.ordinal] & _WORD
 
 
-_WORD = 0xFFFFFFFF
-
-
 def count_documents(batch: dict[str, torch.Tensor]) -> int:
-    """Number of documents in a batch as a TRL collator made it: what `Documents.ordinal` runs over."""
+    """Number of documents in a batch of a TRL collator."""
     rows, seq_len = batch["input_ids"].shape
     documents = locate_documents(
         rows, seq_len, batch["input_ids"].device, batch.get("position_ids"), batch.get("attention_mask")

@@ -1,4 +1,4 @@
-"""Labels and documents of a batch, as losses of tokens need them."""
+"""Labels and documents of a batch, for losses of tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
 def document_of_tokens(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Document of each token, int64 [batch, n], -1 on padding: its number in the row, or in the batch."""
+    """Ordinal of each token's document, int64 [batch, n], -1 on padding; 0 without position IDs."""
     batch, seq_len = input_ids.shape
     document = torch.zeros_like(input_ids)
     if position_ids is not None:
@@ -33,7 +33,7 @@ def document_of_tokens(
 
 @dataclass(frozen=True)
 class Labelled:
-    """Labels and documents of a batch, with what does not depend on draws.
+    """Labels and documents of a batch: all that does not depend on draws.
 
     Args:
         documents: of each token.
@@ -43,9 +43,9 @@ class Labelled:
         valid: which tokens are real, bool [batch, n].
         labels: of each token, -100 for none, [batch, n].
         next_label: label that each query predicts, -100 for none, [batch, n].
-        counted: bool [batch, n], tokens that have a label; a document's first one counts with its second.
+        counted: bool [batch, n], tokens with a label; the first one of a document counts if the second has a label.
         ends: bool [batch, n], last query of a document.
-        shard: which of these tokens the rank holds where ranks share a sequence; None where it holds all.
+        shard: the tokens of this rank where ranks share a sequence; None if it has all.
     """
 
     documents: Documents
@@ -61,12 +61,7 @@ class Labelled:
 
     @classmethod
     def of(cls, batch: dict[str, Any], shard: SequenceShard | None = None) -> "Labelled":
-        """Read a collator's batch: input_ids, labels, and attention_mask and position_ids where it has them.
-
-        Args:
-            batch: of whole rows.
-            shard: which of their tokens the rank holds, None for all.
-        """
+        """Read a collator's batch of whole rows: input_ids, labels, and attention_mask and position_ids if present."""
         ids, position_ids, attention_mask = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
         rows, seq_len = ids.shape
         documents = locate_documents(rows, seq_len, ids.device, position_ids, attention_mask)
@@ -83,11 +78,11 @@ class Labelled:
         return cls(documents, ids, ordinal, t, valid, labels, next_label, counted, valid & ~follows, shard)
 
     def held(self, queries: torch.Tensor) -> torch.Tensor:
-        """Those of some tokens that the rank holds, as indices among the flattened tokens of whole rows."""
+        """The queries of this rank, as indices among the flattened tokens of whole rows."""
         return queries if self.shard is None else queries[self.shard.held(queries)]
 
     def states(self, hidden: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Hidden states of tokens that the rank holds, [N, H].
+        """Hidden states of tokens of this rank, [N, H].
 
         Args:
             hidden: of the rank's tokens, [batch, n or fewer, H].
@@ -97,31 +92,31 @@ class Labelled:
 
     @property
     def n_labels(self) -> int:
-        """Queries with a label."""
+        """Number of queries with a label."""
         return int((self.next_label != IGNORE_INDEX).sum())
 
     @property
     def next_token(self) -> torch.Tensor:
-        """The token behind each query in its document, label or not, -100 for none, [batch, n]."""
+        """The token after each query in its document, with or without a label, -100 for none, [batch, n]."""
         return self.ids.roll(-1, 1).masked_fill(~self.valid | self.ends, IGNORE_INDEX)
 
     @property
     def n_next(self) -> int:
-        """Queries with a token behind them."""
+        """Number of queries with a token after them."""
         return int((self.valid & ~self.ends).sum())
 
     @property
     def n_documents(self) -> int:
-        """Documents with one."""
+        """Number of documents with a label."""
         return int(self.per_document(self.next_label != IGNORE_INDEX).gt(0).sum())
 
     @property
     def drawn_at(self) -> torch.Tensor:
-        """Index of each token in its document as views take it, -1 on padding, [batch, n]."""
+        """The t of views: index of each token in its document, -1 on padding, [batch, n]."""
         return self.t.masked_fill(~self.valid, -1)
 
     def suffix(self, affected_from: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which queries the KL sums over, and L - s of the document of each token, both [batch, n].
+        """The queries that the KL sums over, bool, and L - s of each token's document, both [batch, n].
 
         Args:
             affected_from: s of each document, in the shape of its documents.
@@ -134,16 +129,12 @@ class Labelled:
         return chosen, self.per_document(behind & self.counted)[self.ordinal]
 
     def suffix_total(self, affected_from: torch.Tensor | int, of: torch.Tensor | None = None) -> int:
-        """Sum of L - s over documents, or over those of which `of` says so, bool [documents]."""
+        """Sum of L - s over documents, or over those where `of` is True, bool [documents]."""
         behind = (self.t >= affected_from) & self.counted
         return int((behind if of is None else behind & of[self.ordinal]).sum())
 
     def last_queries(self, rows: Rows) -> torch.Tensor:
-        """Index t of each document's last query that can be compared, int64 [documents], -1 where none has a label.
-
-        Args:
-            rows: as in `ViewConsistency`.
-        """
+        """Index t of the last query of each document in the KL, int64 [documents], -1 for none; `rows` as above."""
         chosen = self.next_label != IGNORE_INDEX
         if rows == "query_in_suffix":
             has_label = self.per_document(chosen) > 0
@@ -167,6 +158,6 @@ class Labelled:
         return list(zip(rows.tolist(), tokens.tolist(), length.tolist(), strict=True))
 
     def per_document(self, what: torch.Tensor) -> torch.Tensor:
-        """How many tokens of each document are so, int64 [documents], given bool [batch, n]."""
+        """Number of tokens of each document where `what` is True, int64 [documents], given bool [batch, n]."""
         total = torch.zeros(int(self.ordinal.max()) + 1, dtype=torch.int64, device=what.device)
         return total.scatter_add_(0, self.ordinal.flatten(), what.flatten().long())

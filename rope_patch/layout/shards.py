@@ -1,4 +1,4 @@
-"""One sequence over several ranks: which tokens of whole rows a rank holds, and what of them goes from rank to rank."""
+"""One sequence over several ranks: the tokens of each rank, and their exchange."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,16 +11,16 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True, eq=False)
 class SequenceShard:
-    """The part of a batch that one rank holds, of rows that the ranks of a group share.
+    """The tokens of one rank, of rows that the ranks of a group share.
 
-    Every rank has the token ids, labels and positions of whole rows, which are small. Draws, documents and which tokens
-    count in a loss are worked out there, so that all ranks agree; hidden states are those of its own tokens alone.
+    Every rank has the token IDs, labels and positions of whole rows, which are small, and computes draws, documents and
+    the tokens of a loss from them, so that all ranks agree. It has hidden states of its tokens only.
 
     Args:
         batch: of whole rows: "input_ids" [batch, n], and "labels", "attention_mask" and "position_ids" of that shape
-            where the collator gives them.
-        index: place in the row of each token that the rank holds, in its order, int64 [m] with m = n / ranks.
-        group: of the ranks that share the rows.
+            if the collator makes them.
+        index: place in the row of each token of this rank, in its order, int64 [m] with m = n / ranks.
+        group: the ranks that share the rows.
     """
 
     batch: dict[str, Any]
@@ -29,12 +29,12 @@ class SequenceShard:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return distributed.get_world_size(self.group)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of a whole row."""
+        """Number of tokens of a whole row."""
         return int(self.batch["input_ids"].shape[1])
 
     @cached_property
@@ -45,40 +45,34 @@ class SequenceShard:
 
     @cached_property
     def _place(self) -> torch.Tensor:
-        """Where each token of a row lies among those of this rank, -1 for those of others, int64 [n]."""
+        """Place of each token of a row among this rank's tokens, -1 for tokens of other ranks, int64 [n]."""
         place = torch.full((self.n_tokens,), -1, dtype=torch.int64, device=self.index.device)
         place[self.index] = torch.arange(len(self.index), device=self.index.device)
         return place
 
     @cached_property
     def _order(self) -> torch.Tensor:
-        """Where each token of a row lies when the ranks' tokens follow one another, int64 [n]."""
+        """Place of each token of a row in the concatenated tokens of all ranks, int64 [n]."""
         parts = [torch.empty_like(self.index) for _ in range(self.size)]
         distributed.all_gather(parts, self.index.contiguous(), group=self.group)
         return torch.cat(parts).argsort()
 
     def local(self, per_token: torch.Tensor) -> torch.Tensor:
-        """The rank's own tokens, [..., m], of something that whole rows have for each token, [..., n]."""
+        """Values of this rank's tokens, [..., m], from those of whole rows, [..., n]."""
         return per_token.index_select(-1, self.index)
 
     def held(self, queries: torch.Tensor) -> torch.Tensor:
-        """Which tokens the rank holds, bool [N], given their indices among the flattened tokens of whole rows, [N]."""
+        """Which tokens are this rank's, bool [N], given indices among the flattened tokens of whole rows, [N]."""
         return self._place[queries % self.n_tokens] >= 0
 
     def states(self, hidden: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Hidden states of tokens that the rank holds, [N, H].
-
-        Args:
-            hidden: of the rank's tokens, [batch, m, H].
-            queries: indices among the flattened tokens of whole rows, [N].
-        """
+        """Hidden states of tokens of this rank, [N, H], from `hidden` [batch, m, H] and `queries` as in `held`."""
         return hidden[queries // self.n_tokens, self._place[queries % self.n_tokens]]
 
     def by_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Whole rows of a share of the heads, in exchange for a part of the rows of all heads, with gradients.
+        """Exchange a part of the rows of all heads for whole rows of some heads, with gradients.
 
-        As in Ulysses: rank r of R gets heads r h, ..., r h + h - 1 with h = ceil(n_heads / R); those behind the last
-        one are zeros.
+        As in Ulysses, rank r of R gets heads r h, ..., r h + h - 1 with h = ceil(n_heads / R), filled up with zeros.
 
         Args:
             x: [batch, n_heads, m, head_dim], of the rank's tokens.
@@ -90,15 +84,15 @@ class SequenceShard:
         h = -(-n_heads // self.size)
         x = pad(x, (0, 0, 0, 0, 0, h * self.size - n_heads))
         sent = x.unflatten(1, (self.size, h)).transpose(0, 1).contiguous()  # [R, batch, h, m, head_dim]
-        received = _all_to_all(sent, self.group)  # [R, batch, h, m, head_dim], by the rank that held the tokens
+        received: torch.Tensor = _AllToAll.apply(sent, self.group)  # the same shape, by the rank of the tokens
         rows = received.permute(1, 2, 0, 3, 4).reshape(batch, h, self.size * m, head_dim)
         return rows.index_select(2, self._order)
 
     def without_padding_mask(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a decoder whose mask says nothing but causality.
+        """Arguments of a decoder with a mask of ones.
 
-        Engines that share a sequence attend causally over whole rows and take no mask, so Transformers is kept from
-        making one: it would also take the borders between a rank's pieces of a row for those of documents.
+        Engines that share a sequence attend causally over whole rows and take no mask. With the mask of ones
+        Transformers makes none; otherwise it would take the borders between a rank's pieces of a row for documents.
         """
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if tokens is None:
@@ -107,7 +101,7 @@ class SequenceShard:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i goes to rank i; in backward its gradient comes back from there."""
+    """Send part i to rank i; the backward sends its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # noqa: D102
@@ -121,8 +115,3 @@ class _AllToAll(torch.autograd.Function):
         returned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         distributed.all_to_all_single(returned, gradient.contiguous(), group=ctx.group)
         return returned, None
-
-
-def _all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
-    received: torch.Tensor = _AllToAll.apply(x, group)
-    return received

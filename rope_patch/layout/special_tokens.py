@@ -1,4 +1,4 @@
-"""The tokens that a tokenizer puts around a text, and rows of a long text that each have them where they belong."""
+"""Special tokens that a tokenizer adds to a text, and rows of a long text with them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ _PROBE = "a"
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What a tokenizer puts around a text by itself.
+    """The special tokens that a tokenizer adds to a text.
 
     Args:
-        begin: token ids before the text, e.g. the beginning-of-sequence token; () if it puts none.
-        end: token ids behind it, e.g. the end-of-sequence token; () if it puts none.
+        begin: token IDs before the text, e.g. the beginning-of-sequence token.
+        end: token IDs after the text, e.g. the end-of-sequence token.
     """
 
     begin: tuple[int, ...] = ()
@@ -21,10 +21,10 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "SpecialTokens":
-        """Those of a tokenizer of Transformers, read off a short text with and without them.
+        """The special tokens of a Transformers tokenizer, from a short text with and without them.
 
         Raises:
-            ValueError: the tokenizer changes the text's own tokens when it adds its special ones.
+            ValueError: the tokenizer changes the tokens of the text when it adds special ones.
         """
         framed = list(tokenizer(_PROBE)["input_ids"])
         plain = list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"])
@@ -33,23 +33,23 @@ class SpecialTokens:
                 return cls(tuple(framed[:first]), tuple(framed[first + len(plain) :]))
         raise ValueError(
             f"{type(tokenizer).__name__} gives {framed} for {_PROBE!r} with its special tokens and {plain} without "
-            "them, so that what it adds cannot be told from the text. Give rows as input_ids."
+            "them, so the special tokens cannot be separated from the text. Give rows as input_ids."
         )
 
 
 def cut_document(
     ids: Sequence[int], seq_len: int, special: SpecialTokens, *, keep_rest: bool = True
 ) -> list[list[int]]:
-    """Rows of at most `seq_len` tokens that together hold all of a document, in order, without overlap.
+    """Split a document into rows of at most `seq_len` tokens, in order, without overlap.
 
-    Each row begins as the tokenizer begins a text: a model whose tokenizer adds a beginning-of-sequence token has seen
-    it in front of everything it was trained on. Only the row with the document's last token ends as a text does.
+    Each row begins with the special tokens `begin`, because the model has seen them before every text of its training.
+    Only the row with the document's last token has `end`.
 
     Args:
         ids: the document's tokens without special ones.
-        seq_len: tokens of a row, its special ones included.
+        seq_len: tokens of a row, with its special tokens.
         special: of the tokenizer.
-        keep_rest: whether a last row of fewer than `seq_len` tokens is kept.
+        keep_rest: whether to keep a last row of fewer than `seq_len` tokens.
 
     Returns:
         The rows; none for a document without tokens.

@@ -1,4 +1,4 @@
-"""Two views in one forward: the tokens, and once more those behind the first index that the view changes."""
+"""Two views in one forward: all tokens, and a copy of those from the first one that the view moves."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from .labelled import Labelled
 
 @dataclass(frozen=True)
 class Segment:
-    """A document of a row, [begin, end), the first token that is copied, and where its copy begins."""
+    """A document [begin, end) of a row, the first token with a copy, and the place of that copy."""
 
     row: int
     begin: int
@@ -20,20 +20,19 @@ class Segment:
 
 @dataclass(frozen=True)
 class TwoViewLayout:
-    """A batch [batch, n] with copies of suffixes behind it, [batch, n + m].
+    """A batch [batch, n] followed by copies of suffixes, [batch, n + m].
 
-    Copies attend to the prefix of their document and to each other, causally; nothing else attends to them. The hidden
-    states of a prefix are the same under both views, so that one forward gives both, and gradients of either flow
-    through the same prefix: they are those of two passes.
+    Copies attend causally to the prefix of their document and to each other; nothing else attends to them. A prefix has
+    the same hidden states under both views, so one forward gives both, with the gradients of two passes.
 
     Args:
         segments: one a document.
-        source: token of the row that each copy repeats, 0 where there is none, [batch, m].
+        source: token of the row that each copy repeats, 0 if there is no copy, [batch, m].
         is_copy: bool [batch, m].
-        seen: where, among n + m, the state of each token under the view is, [batch, n].
-        document: of tokens and copies, -1 on padding and where there is no copy, [batch, n + m].
+        seen: place, in n + m, of each token's state under the view, [batch, n].
+        document: of tokens and copies, -1 on padding and unused places, [batch, n + m].
         t: index in the document, of tokens and copies, [batch, n + m].
-        in_prefix: bool [batch, n + m], tokens that have no copy.
+        in_prefix: bool [batch, n + m], tokens without a copy.
     """
 
     segments: tuple[Segment, ...]
@@ -51,8 +50,8 @@ class TwoViewLayout:
         Args:
             labelled: the batch.
             first: first t that the view moves, in the shape of documents, [batch, 1] or [batch, n].
-            granule: copies begin at the multiple of it at or before `first`. Those of tokens that the view leaves where
-                they are have the states of the tokens themselves, so it changes nothing but lengths.
+            granule: copies begin at its last multiple up to `first`. The extra copies have the states of their tokens,
+                so results stay the same.
         """
         batch, n = labelled.t.shape
         moved = labelled.valid & (labelled.t >= first // granule * granule)
@@ -84,7 +83,7 @@ class TwoViewLayout:
         )
 
     def with_copies(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of tokens and copies, [batch, n + m, ...], given those of tokens: ids, embeddings."""
+        """Values of tokens and copies, [batch, n + m, ...], from those of tokens, such as IDs or embeddings."""
         row = torch.arange(len(values), device=values.device)[:, None]
         absent = ~self.is_copy.view(*self.is_copy.shape, *[1] * (values.ndim - 2))
         return torch.cat([values, values[row, self.source].masked_fill(absent, 0)], 1)
@@ -110,5 +109,5 @@ class TwoViewLayout:
         seen = same & (distance >= 0) & (((q < n) & (k < n)) | ((q >= n) & ((k >= n) | self.in_prefix[row, k])))
         if window is not None:
             seen = seen & (distance < window)
-        # what belongs to no document sees itself: a softmax over nothing is not a number
+        # a place without document sees itself: a softmax over nothing is nan
         return seen | (q == k)

@@ -1,8 +1,8 @@
-"""The base class of rescalings (RoPE scaling), and their checks."""
+"""Base of rescalings (RoPE scaling), and checks that several of them need."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ..base.registry import RESCALINGS as RESCALINGS
@@ -15,7 +15,7 @@ class NativeRope:
     """The RoPE parameters that a model was trained with, for one set of frequencies.
 
     Args:
-        rope_parameters: Transformers' dictionary: rope_type, rope_theta (base B) and what the type needs.
+        rope_parameters: Transformers' dictionary: rope_type, rope_theta (base B) and the options of the type.
         window: trained window, in positions.
         rotary_dim: d, twice the number of frequencies.
     """
@@ -26,7 +26,7 @@ class NativeRope:
 
     @property
     def rope_type(self) -> str:
-        """The `rope_type`, Transformers' name of how they are computed."""
+        """Transformers' name of the formula."""
         return self.rope_parameters["rope_type"]
 
     @property
@@ -38,13 +38,13 @@ class NativeRope:
 class Rescaling:
     """Base of all rescalings; subclasses are frozen dataclasses registered in `RESCALINGS`.
 
-    Transformers computes the formulas (`transformers.modeling_rope_utils`). A rescaling only decides which
-    `rope_parameters` and which window to write to the config, so that checkpoints load anywhere.
+    Transformers computes the frequencies (`transformers.modeling_rope_utils`). A rescaling chooses `rope_parameters`
+    and context window of the config, so that checkpoints load anywhere.
     """
 
     name: ClassVar[str]
     synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
-    cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the card of a model that was made with it
+    cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the model card
     factor_per_window: ClassVar[float] = 1.0  # `factor` needed for a target window, in units of the trained window
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
@@ -61,18 +61,18 @@ class Rescaling:
 
     @property
     def wants_window(self) -> bool:
-        """Whether the options give no target window, so that `with_window` can set it."""
+        """Whether the options leave the target window open, so that `with_window` can set it."""
         return False
 
     def with_window(self, window: int) -> "Rescaling":
-        """The same rescaling with a target window of `window` positions if it `wants_window`.
+        """The same rescaling with a target window of `window` positions, if it `wants_window`.
 
-        A trainer passes the longest row or view target of training, or the trained window if that is larger.
+        A trainer passes the longest row, the target of the view or the trained window, whichever is largest.
         """
         return self
 
     def remedy(self, window: int, required: int) -> str:
-        """The advice of an error: how to get a window of `required` positions, where these options give `window`."""
+        """Advice for errors: how to get a window of `required` positions where these options give `window`."""
         factor = self.options().get("factor")
         if factor is None:
             return f"Choose rescale_args of {self.name!r} whose window holds {required} positions"
@@ -83,13 +83,32 @@ class Rescaling:
         return f"{self.name} ({', '.join(f'{name} {value}' for name, value in self.options().items())})"
 
     def options(self) -> dict[str, Any]:
-        """The arguments that are not None, from which an equal rescaling can be made."""
+        """The arguments that are not None: those of an equal rescaling."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}  # type: ignore[arg-type]
+
+
+class WindowAsOption(Rescaling):
+    """Base of rescalings whose formula implies no window, so that it is an option."""
+
+    max_position_embeddings: int | None
+
+    def target_window(self, native_window: int) -> int | None:
+        return self.max_position_embeddings
+
+    @property
+    def wants_window(self) -> bool:
+        return self.max_position_embeddings is None
+
+    def with_window(self, window: int) -> Rescaling:
+        return replace(self, max_position_embeddings=window) if self.wants_window else self  # type: ignore[type-var]
+
+    def remedy(self, window: int, required: int) -> str:
+        return f"Set rescale_args max_position_embeddings to at least {required}"
 
 
 def without_none(**entries: Any) -> dict[str, Any]:
     """The entries that are not None: Transformers treats a missing key and None differently."""
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in entries.items() if v is not None}
+    return {name: value for name, value in entries.items() if value is not None}
 
 
 def stretched(window: int, factor: float) -> int:
@@ -117,7 +136,7 @@ def require_window(owner: Rescaling, name: str, window: int | None) -> None:
 
 
 def require_native(owner: Rescaling, native: NativeRope, allowed: Sequence[str], instead: str) -> None:
-    """Raise unless the native `rope_type` is one of `allowed`; another type would be lost silently."""
+    """Raise unless the native `rope_type` is one of `allowed`; other types would be lost silently."""
     if native.rope_type not in allowed:
         raise ValueError(
             f"rescaling {owner.name!r} starts from RoPE parameters of type {' or '.join(allowed)}; this model was "
@@ -126,10 +145,10 @@ def require_native(owner: Rescaling, native: NativeRope, allowed: Sequence[str],
 
 
 def origin(owner: Rescaling, native: NativeRope, original_max_position_embeddings: int | None) -> int:
-    """The window that new RoPE parameters stretch: the native one, or what the caller names.
+    """The context window that the new RoPE parameters stretch: the native one, unless the caller names another.
 
-    A model that was pretrained with a scaling, such as Llama 3.1, is rescaled only if the caller names the window, as
-    the new RoPE parameters replace the old ones. If both have the same type, options that are not given are kept.
+    For a model that was pretrained with a scaling, such as Llama 3.1, the caller has to name it, since the new RoPE
+    parameters replace the old ones.
     """
     if original_max_position_embeddings is not None:
         return original_max_position_embeddings

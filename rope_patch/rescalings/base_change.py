@@ -1,6 +1,6 @@
-"""Rescalings by another base: the fastest frequency changes least, the slowest most."""
+"""RoPE scaling by another base: the fastest frequency changes least, the slowest most."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..base import papers
@@ -9,18 +9,14 @@ from .base import (
     RESCALINGS,
     NativeRope,
     Rescaling,
+    WindowAsOption,
     require_factor,
     require_native,
     require_numbers,
     require_window,
     stretched,
 )
-from .dropped import require_rotation
-
-
-def _with_base(native: NativeRope, rope_theta: float) -> dict[str, Any]:
-    """The native RoPE parameters, whatever their type, over another base."""
-    return {**native.rope_parameters, "rope_theta": rope_theta}
+from .drop_rope import require_rotation
 
 
 @RESCALINGS.register("ntk")
@@ -40,10 +36,9 @@ class NTK(Rescaling):
 
     cites = (papers.NTK_AWARE, papers.YARN)
     synonyms = ("ntk-aware", "ntk-scaling")
-    # A factor f reaches f / 2 windows, as it divides the slowest frequency by f and all others by less: by 3.8 of 8
-    # where a frequency of SmolLM2-135M turns once in the window. Passkeys that it found (research/results/keeping.md
-    # and extension.md), untrained: 4x .80 at two windows and .10 at four, 8x .78 at four and 0 at seven, 16x .48 at
-    # seven; Gemma-3-270M, 8x .86 at four. Trained: 4x .53 at four windows, 16x .99 at seven.
+    # A factor f reaches f / 2 windows, since it divides only the slowest frequency by f and the others by less.
+    # Passkeys found by SmolLM2-135M without training (research/results/keeping.md and extension.md): 4x .80 at two
+    # windows and .10 at four, 8x .78 at four and 0 at seven, 16x .48 at seven.
     factor_per_window = 2.0
 
     def __post_init__(self) -> None:
@@ -57,7 +52,7 @@ class NTK(Rescaling):
             raise ValueError(
                 f"rescaling 'ntk' needs 2 frequencies or more, and this model rotates {d} features: use 'pi'."
             )
-        return _with_base(native, native.rope_theta * float(self.factor) ** (d / (d - 2)))
+        return {**native.rope_parameters, "rope_theta": native.rope_theta * float(self.factor) ** (d / (d - 2))}
 
     def target_window(self, native_window: int) -> int:
         return max(native_window, stretched(native_window, self.factor / self.factor_per_window))
@@ -65,13 +60,13 @@ class NTK(Rescaling):
 
 @RESCALINGS.register("abf")
 @dataclass(frozen=True)
-class ABF(Rescaling):
+class ABF(WindowAsOption):
     """theta'_j = theta^(-2j/d): the base is replaced, the other RoPE parameters stay.
 
     Args:
         theta: new base, above 1.
-        max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
-            since a base alone does not say how far it reaches. Not for a model whose scaling begins there ("dynamic").
+        max_position_embeddings: target window for the config, in positions; None keeps the trained one, since a base
+            does not define a window. Not for rope type "dynamic", whose scaling begins at that window.
 
     When: Use it for longer training, and to keep RoPE parameters such as those of Llama 3.1.
 
@@ -90,28 +85,14 @@ class ABF(Rescaling):
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_rotation(self, native)
-        parameters = _with_base(native, float(self.theta))
+        parameters = {**native.rope_parameters, "rope_theta": float(self.theta)}
         if self.max_position_embeddings in (None, native.window):
             return parameters
         if is_dynamic(native.rope_type):
             raise ValueError(
-                f"rescaling 'abf': max_position_embeddings must be left out for a model of rope type "
-                f"{native.rope_type!r}, whose scaling begins at the end of the config's window: it would begin at "
-                f"{self.max_position_embeddings} positions instead of {native.window}. Leave it out and call "
-                "patch_model before making a trainer, which would set it; or use 'yarn' with "
+                f"rescaling 'abf': max_position_embeddings must be left out for rope type {native.rope_type!r}, whose "
+                f"scaling would begin at {self.max_position_embeddings} positions instead of {native.window}. Leave it "
+                "out and call patch_model before making a trainer, which would set it; or use 'yarn' with "
                 f"original_max_position_embeddings={native.window}."
             )
         return with_factor(parameters, native.window)
-
-    def target_window(self, native_window: int) -> int | None:
-        return self.max_position_embeddings
-
-    @property
-    def wants_window(self) -> bool:
-        return self.max_position_embeddings is None
-
-    def with_window(self, window: int) -> "ABF":
-        return replace(self, max_position_embeddings=window) if self.wants_window else self
-
-    def remedy(self, window: int, required: int) -> str:
-        return f"Set rescale_args max_position_embeddings to at least {required}"

@@ -1,24 +1,25 @@
-"""RoPE switched off, by RoPE parameters that every program reads."""
+"""RoPE switched off, with RoPE parameters that every program reads."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..base import papers
-from .base import RESCALINGS, NativeRope, Rescaling, require_window
-from .dropped import DROP_FACTOR
+from .base import RESCALINGS, NativeRope, Rescaling, WindowAsOption, require_window
+
+DROP_FACTOR = 1e9
+"""Divisor of all frequencies: at position 131072 the fastest has turned by 1.3e-4 radians."""
 
 
 @RESCALINGS.register("drop-rope")
 @dataclass(frozen=True)
-class DropRope(Rescaling):
+class DropRope(WindowAsOption):
     """theta'_j = theta_j / 1e9, so that RoPE rotates by almost 0: cos is 1, sin below 1.4e-4 up to position 131072.
 
-    Only the causal mask still tells the order of tokens. The view 'nope' does the same in training. DroPE trains with
-    RoPE, drops it, and trains briefly again. It is written as rope_type "llama3" with an original window of 1, so that
-    every frequency is divided, whatever the native RoPE parameters are.
+    Only the causal mask then orders tokens, as under the view 'nope'. DroPE trains with RoPE, drops it, and trains
+    briefly again. The config has rope_type "llama3" with an original window of 1, which divides every frequency.
 
     Args:
-        max_position_embeddings: target window to write into the config, in positions; None keeps the trained one.
+        max_position_embeddings: target window for the config, in positions; None keeps the trained one.
 
     When: Use it to reproduce DroPE; train at the native window afterwards.
 
@@ -42,15 +43,13 @@ class DropRope(Rescaling):
             "original_max_position_embeddings": 1,
         }
 
-    def target_window(self, native_window: int) -> int | None:
-        return self.max_position_embeddings
 
-    @property
-    def wants_window(self) -> bool:
-        return self.max_position_embeddings is None
-
-    def with_window(self, window: int) -> "DropRope":
-        return replace(self, max_position_embeddings=window) if self.wants_window else self
-
-    def remedy(self, window: int, required: int) -> str:
-        return f"Set rescale_args max_position_embeddings to at least {required}"
+def require_rotation(owner: Rescaling, native: NativeRope) -> None:
+    """Raise ValueError for a checkpoint of 'drop-rope', on which a new base would have no effect."""
+    parameters = native.rope_parameters
+    if native.rope_type == "llama3" and parameters.get("factor") == DROP_FACTOR:
+        raise ValueError(
+            f"rescaling {owner.name!r} would change nothing: this checkpoint was saved under 'drop-rope', which leaves "
+            "no rotation to scale. Use the model that it was made from, or 'drop-rope' with another "
+            "max_position_embeddings."
+        )

@@ -1,19 +1,18 @@
 """Rescale a loaded model in place, so that the saved checkpoint is the model that ran.
 
-Changing `config.rope_parameters` after loading has no effect in Transformers, which builds frequencies once. We edit
-the config, let Transformers build rotary modules from it, and copy their state into the modules of the model.
+Transformers builds frequencies once, so a change of `config.rope_parameters` after loading has no effect. Here the
+config is edited, Transformers builds rotary modules from it, and their state is copied into the modules of the model.
 """
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..families.local_layers import far_looking_types, why_no_layers
 from ..rope.older_form import older_keys, resumable_form, unscaled_keys, write_older_keys
@@ -31,8 +30,8 @@ from ..rope.rotary import (
 from ..views.base import MAX_INDEX
 from . import NativeRope, Rescaling
 
-# the keys of `rope_parameters` about scaling, for Transformers or other programs; the rest (partial_rotary_factor,
-# mrope_section) belongs to the architecture
+# the keys of `rope_parameters` about scaling, of Transformers and other programs; the others (partial_rotary_factor,
+# mrope_section) belong to the architecture
 _SCALING_KEYS = frozenset(
     "rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim "
     "truncate short_factor long_factor low_freq_factor high_freq_factor short_mscale long_mscale alpha attn_factor "
@@ -43,11 +42,12 @@ _QUERY_SCALE = "llama_4_scaling_beta"  # Ministral 3 scales queries by 1 + beta 
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """Everything in a model that depends on its RoPE parameters, and so differs between two rescalings.
+    """Everything in a model that depends on its RoPE parameters.
 
     Args:
-        rope_parameters: of the text config; of each rotary module's own config, by module name, if it has one.
-        max_position_embeddings: window written in the config, in positions; None if it names none.
+        rope_parameters: of the text config.
+        own_rope_parameters: of the rotary modules that have another config, by module name.
+        max_position_embeddings: context window in the config, in positions; None if it has none.
         rotary: state of each rotary module, by its name below the decoder.
         attention_scales: softmax scales, by (module name below the decoder, attribute).
         older_keys: keys of the text config in the form of Transformers 4, beside `rope_parameters`.
@@ -77,7 +77,7 @@ class RopeParameters:
         )
 
     def write(self, decoder: PreTrainedModel) -> None:
-        """Put the parameters in force: config, rotary modules and softmax scales."""
+        """Write the parameters to config, rotary modules and softmax scales."""
         self.write_config(decoder.config)
         rotary = rotary_by_name(decoder)
         for name, parameters in self.own_rope_parameters.items():
@@ -93,9 +93,9 @@ class RopeParameters:
             config.max_position_embeddings = self.max_position_embeddings
 
     def write_modules(self, decoder: PreTrainedModel) -> None:
-        """Put the parameters in force in the modules only; the config, which is saved, stays."""
+        """Write the parameters to the modules only; the config, which is saved, stays."""
         for name, module in rotary_by_name(decoder).items():
-            if name in self.rotary:  # a module added after the patch was built from the config
+            if name in self.rotary:  # not a module that was added after the patch
                 self.rotary[name].write(module)
         modules = {own_name(name): module for name, module in decoder.named_modules()}
         for (name, attribute), value in self.attention_scales.items():
@@ -104,10 +104,7 @@ class RopeParameters:
 
 
 def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
-    """Give `model` a copy of its config, which another model may share.
-
-    A rescaling written to a shared config would also change the config of the other model, but not its frequencies.
-    """
+    """Give `model` a copy of its config: a rescaling must not reach the config of another model that shares it."""
     copies: dict[int, Any] = {}
     for owner in (find_causal_lm(model), decoder):  # some families nest the decoder's config in the outer one
         copy.deepcopy(owner.config, copies)
@@ -121,21 +118,14 @@ def restored_to_float32(parameters: RopeParameters, decoder: PreTrainedModel) ->
     """The parameters with float32 frequencies from the config, if a cast of the model has rounded them."""
     modules = rotary_by_name(decoder)
     rotary = {name: state.restored_to_float32(modules[name]) for name, state in parameters.rotary.items()}
-    return RopeParameters(
-        parameters.rope_parameters,
-        parameters.own_rope_parameters,
-        parameters.max_position_embeddings,
-        rotary,
-        parameters.attention_scales,
-        parameters.older_keys,
-    )
+    return replace(parameters, rotary=rotary)
 
 
 def pretrained_window(rope_parameters: dict[str, Any], window: int | None) -> int | None:
-    """The context window of pretraining; `window` is what the config declares, which is larger after a rescaling."""
+    """The context window of pretraining; `window` is the one in the config, which is larger after a rescaling."""
     # 'drop-rope' writes 1, which is not a trained window; a config may have 64.0, which Transformers accepts
-    named = [int(s.get("original_max_position_embeddings") or 0) for s in _parameter_sets(rope_parameters)]
-    return min((original for original in named if original > 1), default=window)
+    originals = [int(s.get("original_max_position_embeddings") or 0) for s in _parameter_sets(rope_parameters)]
+    return min((original for original in originals if original > 1), default=window)
 
 
 def _parameter_sets(rope_parameters: dict[str, Any]) -> list[dict[str, Any]]:
@@ -145,20 +135,19 @@ def _parameter_sets(rope_parameters: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def names_no_window(rescaling: Rescaling, window: int | None) -> bool:
-    """Whether a rescaling leaves max_position_embeddings at the `window` that the model came with."""
+    """Whether a rescaling keeps the model's `window` as max_position_embeddings."""
     return window is not None and rescaling.target_window(window) is None
 
 
 def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescaling) -> RopeParameters:
-    """The parameters after `rescaling`, starting from `native`, with which the weights were trained.
+    """The parameters after `rescaling` of the `native` ones, with which the weights were trained.
 
     Raises:
         ValueError: the rescaling cannot start from these parameters, or its window is too large for float32.
     """
     config = copy.deepcopy(decoder.config)
-    write_older_keys(
-        config, unscaled_keys(config)
-    )  # Transformers would fill gaps in `rope_parameters` from the older keys
+    # Transformers would fill gaps in `rope_parameters` from the older keys
+    write_older_keys(config, unscaled_keys(config))
     window = native.max_position_embeddings
     if window is None:
         raise ValueError(
@@ -166,40 +155,36 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
             f"{config.model_type!r} has no max_position_embeddings: set it."
         )
     target = rescaling.target_window(window)
-    if target is not None:
-        if target > MAX_INDEX:
-            raise ValueError(
-                f"rescaling {rescaling.name!r}: the target window would be {target} positions; at most {MAX_INDEX} "
-                f"(2**24) are exact in float32. Use a smaller factor than the one that makes {target} of {window}."
-            )
+    if target is not None and target > MAX_INDEX:
+        raise ValueError(
+            f"rescaling {rescaling.name!r}: the target window would be {target} positions; at most {MAX_INDEX} "
+            f"(2**24) are exact in float32. Use a smaller factor than the one that makes {target} of {window}."
+        )
     # without a target, write the native window again: an earlier rescaling may have changed it
     config.max_position_embeddings = window if target is None else target
     reason = why_no_layers(decoder)
     if reason is not None:
         raise ValueError(f"rescaling {rescaling.name!r} would change nothing: {reason}")
     if is_nested(native.rope_parameters):
-        chosen = far_looking_types(native.rope_parameters, native.rotary)
-        config.rope_parameters = {
-            # without `truncate`, which Transformers does not read from a layer type
-            layer_type: _merged(
-                {k: v for k, v in parameters.items() if k != "truncate"},
-                rescaling,
-                native,
-                window,
-                f"{layer_type}_inv_freq",
+        # Transformers looks for `truncate` beside the layer types, where validate_rope allows no such key
+        if rescaling.options().get("truncate") is False:
+            raise ValueError(
+                f"rescaling {rescaling.name!r}: truncate=False has no effect for model type {config.model_type!r}, "
+                "whose RoPE differs by layer. Leave that option out."
             )
-            if layer_type in chosen
-            else copy.deepcopy(parameters)
-            for layer_type, parameters in native.rope_parameters.items()
-        }
+        rope_parameters = copy.deepcopy(native.rope_parameters)
+        for layer_type in far_looking_types(native.rope_parameters, native.rotary):
+            read = {key: value for key, value in rope_parameters[layer_type].items() if key != "truncate"}
+            rope_parameters[layer_type] = _merged(read, rescaling, native, window, f"{layer_type}_inv_freq")
+        config.rope_parameters = rope_parameters
     else:
         config.rope_parameters = _merged(native.rope_parameters, rescaling, native, window, "inv_freq")
     _require_bases(native, rescaling, config.rope_parameters)
-    asked = config.rope_parameters.get("original_max_position_embeddings")
+    origin = config.rope_parameters.get("original_max_position_embeddings")
     with _as_refusal(rescaling, config):
         config.standardize_rope_params()
         config.validate_rope()
-    _require_window_asked(rescaling, config, asked)
+    _require_origin(rescaling, config, origin)
 
     modules = rotary_by_name(decoder)
     by_module: dict[str, dict[str, Any]] = {}
@@ -213,8 +198,6 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         with _as_refusal(rescaling, config):
             rotary[name] = fresh_state(module, module_config)
         _require_shapes(rescaling, config, native.rotary[name], rotary[name])
-        if is_nested(config.rope_parameters):
-            _require_all_read(rescaling, config, rotary[name])
     scales = _scales_of_twin(decoder, config) if native.attention_scales else {}
     _require_softmax_scaled(rescaling, decoder, config)
     _require_softmax_kept(rescaling, native, config, scales)
@@ -224,22 +207,22 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
 
 
 def _require_bases(native: RopeParameters, rescaling: Rescaling, rope_parameters: dict[str, Any]) -> None:
-    """Raise ValueError for a new base if layers find their frequencies by base, since all would get the same."""
+    """Raise ValueError for a new base where each layer has a base, since all layers would get the new one."""
     if native.own_rope_parameters and rope_parameters.get("rope_theta") != native.rope_parameters.get("rope_theta"):
         raise ValueError(
-            f"rescaling {rescaling.name!r} changes the base of all frequencies, and layers of this model have bases of "
-            "their own (layer_rope_theta), by which it finds their frequencies. Use 'pi' or 'yarn', which keep them."
+            f"rescaling {rescaling.name!r} changes the base of all frequencies, and the bases of this model differ by "
+            "layer (layer_rope_theta). Use 'pi' or 'yarn', which keep them."
         )
 
 
-def _require_window_asked(rescaling: Rescaling, config: Any, asked: int | None) -> None:
-    """Raise ValueError if Transformers stretches another window, e.g. one that a family's config has elsewhere."""
+def _require_origin(rescaling: Rescaling, config: Any, origin: int | None) -> None:
+    """Raise ValueError if Transformers stretches another window than `origin`, such as Phi-3's in its config."""
     taken = config.rope_parameters.get("original_max_position_embeddings")
-    if taken != asked:
+    if taken != origin:
         raise ValueError(
             f"rescaling {rescaling.name!r}: original_max_position_embeddings must be {taken}, which the config of "
             f"model type {config.model_type!r} names beside its RoPE parameters and Transformers takes instead of any "
-            f"other, got {asked}. Pass {taken}, or load the model with a config that names {asked}."
+            f"other, got {origin}. Pass {taken}, or load the model with a config that names {origin}."
         )
 
 
@@ -251,7 +234,7 @@ def _require_softmax_scaled(rescaling: Rescaling, decoder: PreTrainedModel, conf
     if not softmax_reads_mscale(decoder, config):
         raise ValueError(
             f"rescaling {rescaling.name!r}: mscale_all_dim must come with mscale for model type {config.model_type!r}, "
-            f"whose softmax it does not scale, so that it has no effect alone; got {options}. Pass mscale too, and no "
+            f"whose softmax it does not scale, so that it has no effect; got {options}. Pass mscale too, and no "
             "attention_factor, or leave mscale_all_dim out."
         )
 
@@ -294,30 +277,9 @@ def _require_shapes(rescaling: Rescaling, config: Any, before: RotaryState, afte
             )
 
 
-def _require_all_read(rescaling: Rescaling, config: Any, built: RotaryState) -> None:
-    """Raise ValueError if a layer type's frequencies are not those of its RoPE parameters: an option was not read."""
-    for layer_type, parameters in config.rope_parameters.items():
-        buffer = built.buffers.get(f"{layer_type}_inv_freq")
-        initialise = ROPE_INIT_FUNCTIONS.get(parameters["rope_type"])
-        if buffer is None or initialise is None:
-            continue
-        alone = copy.deepcopy(config)
-        try:
-            alone.rope_parameters = copy.deepcopy(parameters)
-            expected, _ = initialise(alone, None)
-        except Exception:  # configs with RoPE parameters by layer type raise many kinds of errors
-            continue
-        if not torch.allclose(buffer[0].cpu(), expected.cpu(), rtol=1e-5, atol=0):
-            raise ValueError(
-                f"rescaling {rescaling.name!r} with {rescaling.options()}: for model type {config.model_type!r}, whose "
-                "RoPE differs by layer, Transformers ignores some options there and builds other frequencies (for "
-                "'yarn': truncate). Leave that option out."
-            )
-
-
 @contextmanager
 def _as_refusal(rescaling: Rescaling, config: Any) -> Iterator[None]:
-    """Raise ValueError, naming the rescaling, where Transformers raises for RoPE parameters that a family lacks."""
+    """Raise ValueError, naming the rescaling, where Transformers refuses RoPE parameters."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
@@ -330,27 +292,24 @@ def _as_refusal(rescaling: Rescaling, config: Any) -> Iterator[None]:
 def _merged(
     parameters: dict[str, Any], rescaling: Rescaling, native: RopeParameters, window: int, buffer: str
 ) -> dict[str, Any]:
-    """`parameters` with their scaling replaced by that of `rescaling`.
+    """`parameters` with the scaling of `rescaling`.
 
-    If `parameters` have the same type, options that are not given keep their values. An attention factor is kept too,
-    unless it follows from the factor by the formula: then it follows from the new factor.
+    If `parameters` have the same type, options that are left out keep their values. An attention factor is kept too,
+    unless it follows from the factor by the formula: then Transformers computes it from the new factor.
     """
-    frequencies = next(
-        (state.buffers[buffer][0] for state in native.rotary.values() if buffer in state.buffers),
-        None,
-    )
+    frequencies = next((state.buffers[buffer][0] for state in native.rotary.values() if buffer in state.buffers), None)
     if frequencies is None:
         raise ValueError(f"rescaling {rescaling.name!r}: this model's rotary modules hold no {buffer!r} to rescale.")
     new = rescaling.rope_parameters(NativeRope(parameters, window, 2 * frequencies.numel()))
     is_same_type = new["rope_type"] == parameters["rope_type"]
-    asked = rescaling.options()
-    left_open = {f.name for f in fields(rescaling)} - set(asked)  # type: ignore[arg-type]
+    options = rescaling.options()
+    left_open = {f.name for f in fields(rescaling)} - set(options)  # type: ignore[arg-type]
     kept = {k: v for k, v in parameters.items() if is_same_type or k not in _SCALING_KEYS}
     if is_same_type:
         new = {k: v for k, v in new.items() if k not in left_open or k not in parameters}
     kept.pop("attention_factor", None)
     reads_factor = is_same_type or "attention_factor" in left_open
-    if reads_factor and "mscale" not in asked and has_own_attention_factor(parameters, window):
+    if reads_factor and "mscale" not in options and has_own_attention_factor(parameters, window):
         kept["attention_factor"] = parameters["attention_factor"]
     origin = parameters.get("original_max_position_embeddings")
     if _QUERY_SCALE in parameters:

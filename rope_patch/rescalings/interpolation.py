@@ -1,4 +1,4 @@
-"""Position interpolation, and NTK scaling that grows with the sequence."""
+"""Position interpolation, and NTK scaling that follows the longest sequence."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +55,8 @@ class PI(Rescaling):
 class DynamicNTK(Rescaling):
     """theta'_j = B'^(-2j/d), B' = B ((factor n / L0) - (factor - 1))^(d/(d-2)), n = largest position so far + 1.
 
-    Up to n = L0 nothing changes. The frequencies depend on the longest sequence so far, so no view can be sampled in
-    training with it. `max_position_embeddings` stays: the formula reads it as L0.
+    Up to n = L0 nothing changes. Frequencies depend on the longest sequence so far, so views cannot train with it.
+    `max_position_embeddings` stays: the formula reads it as L0.
 
     Args:
         factor: at least 1.

@@ -1,4 +1,4 @@
-"""The rescaling of Llama 3.1: slow frequencies divided, fast ones kept, a ramp between."""
+"""RoPE scaling of Llama 3.1: slow frequencies divided, fast ones kept, a ramp between."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +27,8 @@ class Llama3(Rescaling):
 
     Args:
         factor: divisor of the slow frequencies, at least 1; target window / L0.
-        low_freq_factor: low, above 0; None means 1, or what native RoPE parameters of this type say.
-        high_freq_factor: high, above low; None means 4, or what native RoPE parameters of this type say.
+        low_freq_factor: low, above 0; None means the native value of RoPE parameters of this type, or else 1.
+        high_freq_factor: high, above low; None means the native value of RoPE parameters of this type, or else 4.
         original_max_position_embeddings: L0, in positions; None means the trained window.
         rope_theta: another base B; None keeps the model's.
 
@@ -50,11 +50,7 @@ class Llama3(Rescaling):
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
         require_numbers(self, above=1.0, rope_theta=self.rope_theta)
-        require_numbers(
-            self,
-            low_freq_factor=self.low_freq_factor,
-            high_freq_factor=self.high_freq_factor,
-        )
+        require_numbers(self, low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
         low, high = self._ramp()
         if low >= high:
             raise ValueError(

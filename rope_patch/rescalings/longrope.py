@@ -21,15 +21,15 @@ from .base import (
 @RESCALINGS.register("longrope")
 @dataclass(frozen=True)
 class LongRope(Rescaling):
-    """theta'_j = theta_j / f_j, f = long_factor in forwards longer than L0 and short_factor in others.
+    """theta'_j = theta_j / f_j, f = long_factor for sequences longer than L0 and short_factor for others.
 
-    cos and sin are multiplied by sqrt(1 + ln(factor) / ln(L0)). None means the value in native RoPE parameters of
-    this type, or else the default below.
+    cos and sin are multiplied by sqrt(1 + ln(factor) / ln(L0)). None means the native value of RoPE parameters of this
+    type, or else the default below.
 
     Args:
         factor: target window / L0, at least 1.
         long_factor: d/2 divisors above 0, one a frequency. LongRoPE finds them by search; there is no formula.
-        short_factor: the same for short forwards; None means 1 everywhere.
+        short_factor: d/2 divisors for sequences of at most L0 tokens; None means 1 everywhere.
         original_max_position_embeddings: L0, in positions; None means the trained window.
         attention_factor: what cos and sin are multiplied by; None means the formula above.
         rope_theta: another base B; None keeps the model's.
@@ -56,10 +56,9 @@ class LongRope(Rescaling):
         require_numbers(self, above=1.0, rope_theta=self.rope_theta)
         for name in ("long_factor", "short_factor"):
             divisors = getattr(self, name)
-            if divisors is None and name == "short_factor":
-                continue
-            require_numbers(self, **{f"{name}[{i}]": f for i, f in enumerate(divisors)})
-            object.__setattr__(self, name, tuple(float(f) for f in divisors))
+            if divisors is not None:
+                require_numbers(self, **{f"{name}[{i}]": f for i, f in enumerate(divisors)})
+                object.__setattr__(self, name, tuple(float(f) for f in divisors))
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         n_freq = native.rotary_dim // 2

@@ -25,19 +25,19 @@ class Yarn(Rescaling):
     g_j = 1 - clamp((j - lo) / (hi - lo), 0, 1) with lo = floor(c(beta_fast)), hi = ceil(c(beta_slow)), both clamped to
     [0, d-1], and c(b) = d ln(L0 / (2 pi b)) / (2 ln B) the index whose frequency turns b times within the window L0.
 
-    None means the value in native RoPE parameters of this type, or else the default below. A native attention factor
-    that follows from the native factor by the formula is recomputed from the new one.
+    None means the native value of RoPE parameters of this type, or else the default below. A native attention factor
+    that follows from the native factor by the formula is computed again from the new factor.
 
     Args:
         factor: s = target window / L0, at least 1.
         original_max_position_embeddings: L0, in positions; None means the trained window.
         rope_theta: another base B; None keeps the model's. After ABF: the ABF base, with L0 the window trained with it.
         attention_factor: what cos and sin are multiplied by; None means 0.1 ln(factor) + 1.
-        beta_fast: turns within L0 from which on a frequency is kept; None means 32.
-        beta_slow: turns below which a frequency is fully interpolated; None means 1.
-        mscale: DeepSeek's numerator of the attention factor, beside mscale_all_dim and instead of attention_factor.
-        mscale_all_dim: DeepSeek's denominator of the attention factor, and its scale of the softmax. Without mscale it
-            is the latter alone, and refused for other families.
+        beta_fast: frequencies with at least this many turns within L0 are kept; None means 32.
+        beta_slow: frequencies with fewer turns within L0 are fully interpolated; None means 1.
+        mscale: numerator of DeepSeek's attention factor, together with mscale_all_dim, in place of attention_factor.
+        mscale_all_dim: denominator of DeepSeek's attention factor, and scale of its softmax. Without mscale only the
+            latter, for the families that read it.
         truncate: whether lo and hi are rounded; None means yes.
 
     When: Use it for a longer window without training, or with little.
@@ -72,8 +72,8 @@ class Yarn(Rescaling):
         if self.mscale is not None and (self.mscale_all_dim is None or self.attention_factor is not None):
             raise ValueError(
                 "rescaling 'yarn': mscale must come with mscale_all_dim and without attention_factor, else it has no "
-                f"effect; got mscale {self.mscale}, mscale_all_dim {self.mscale_all_dim} and "
-                f"attention_factor {self.attention_factor}. Give both of the former, or attention_factor alone."
+                f"effect; got mscale {self.mscale}, mscale_all_dim {self.mscale_all_dim} and attention_factor "
+                f"{self.attention_factor}. Pass mscale and mscale_all_dim, or attention_factor alone."
             )
         fast = 32.0 if self.beta_fast is None else self.beta_fast
         slow = 1.0 if self.beta_slow is None else self.beta_slow
@@ -86,7 +86,7 @@ class Yarn(Rescaling):
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         return {
             "rope_type": "yarn",
-            # float: Transformers warns of an int, as it does for the betas
+            # float: Transformers warns of an int
             "factor": float(self.factor),
             "original_max_position_embeddings": origin(self, native, self.original_max_position_embeddings),
             **without_none(
@@ -105,8 +105,5 @@ class Yarn(Rescaling):
 
 
 def advised_rescaling(factor: float) -> str:
-    """The rescaling that errors recommend, as arguments of a trainer's configuration.
-
-    It is YaRN, which has the lowest loss at far positions without training.
-    """
+    """YaRN as arguments of a trainer's configuration, for errors: it has the lowest loss at far positions untrained."""
     return f"rescale={Yarn.name!r}, rescale_args={{'factor': {factor}}}"

@@ -1,4 +1,4 @@
-"""Different positions for some layers, passed as an argument, so that a checkpoint's recompute gets them too."""
+"""Different positions for some layers, passed as an argument so that recomputed layers get them too."""
 
 import inspect
 from typing import Any
@@ -10,9 +10,9 @@ Embeddings = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerwiseEmbeddings(tuple[torch.Tensor, torch.Tensor]):
-    """(cos, sin) of a rotary module, together with those of some layers; the hook of each layer takes its own.
+    """(cos, sin) of a rotary module, with other embeddings for some layers, which their hooks pick.
 
-    It is a tuple because models expect one, and a subclass because wrappers rebuild plain tuples.
+    Models expect a tuple; a subclass, because wrappers rebuild plain tuples.
     """
 
     by_layer: dict[int, Embeddings]
@@ -20,14 +20,14 @@ class LayerwiseEmbeddings(tuple[torch.Tensor, torch.Tensor]):
 
     @classmethod
     def of(cls, output: Embeddings, by_layer: dict[int, Embeddings]) -> "LayerwiseEmbeddings":
-        """Make one from `output`, for layers that are not in `by_layer`, and the embeddings of those that are."""
+        """`by_layer` for the layers in it, `output` for the others."""
         made = cls(output if isinstance(output, tuple) else (output,))  # one complex tensor in Llama 4
         made.by_layer, made.others = by_layer, output
         return made
 
 
 class LayerEntry:
-    """Forward pre-hook of a layer: takes its own embeddings out of `LayerwiseEmbeddings`."""
+    """Forward pre-hook of a layer that picks its embeddings from `LayerwiseEmbeddings`."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -45,11 +45,15 @@ class LayerEntry:
 def hands_embeddings(decoder: Any) -> bool:
     """Whether each layer gets the output of the rotary module as an argument."""
     layers = getattr(decoder, "layers", None)
-    return isinstance(layers, nn.ModuleList) and all(_takes_embeddings(layer) for layer in layers)
+    # of a wrapped layer, only the inner module has the argument
+    return isinstance(layers, nn.ModuleList) and all(
+        any("position_embeddings" in inspect.signature(type(m).forward).parameters for m in layer.modules())
+        for layer in layers
+    )
 
 
 def attach_layer_hooks(decoder: Any) -> None:
-    """Register the hooks, once, in a decoder that `hands_embeddings`."""
+    """Register the hooks once, in a decoder that `hands_embeddings`."""
     for number, layer in enumerate(decoder.layers):
         if not any(isinstance(hook, LayerEntry) for hook in layer._forward_pre_hooks.values()):
             layer.register_forward_pre_hook(LayerEntry(number), with_kwargs=True)
@@ -61,8 +65,3 @@ def detach_layer_hooks(decoder: Any) -> None:
         for handle in [h for h, hook in layer._forward_pre_hooks.items() if isinstance(hook, LayerEntry)]:
             del layer._forward_pre_hooks[handle]
             layer._forward_pre_hooks_with_kwargs.pop(handle, None)
-
-
-def _takes_embeddings(layer: nn.Module) -> bool:
-    # of a wrapped layer, only the inner module has the argument
-    return any("position_embeddings" in inspect.signature(type(m).forward).parameters for m in layer.modules())

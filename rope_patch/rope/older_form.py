@@ -1,7 +1,7 @@
 """RoPE parameters in the form of Transformers 4: `rope_theta` and `rope_scaling` in config.json.
 
-Transformers 5 writes only `rope_parameters`. Older versions, and programs with their own readers such as mlx-lm, ignore
-that key: they load such a checkpoint with base 10000 and without a rescaling, and raise no error.
+Transformers 5 writes only `rope_parameters`. Older versions and some programs, such as mlx-lm, ignore that key: they
+load such a checkpoint with base 10000 and without a rescaling, and raise no error.
 """
 
 import copy
@@ -23,15 +23,15 @@ def older_keys(config: Any) -> dict[str, Any]:
 
 
 def _keys_of(config: Any) -> tuple[str, ...]:
-    """Without the trained window for Phi-3, which keeps it in Transformers 5 whatever its RoPE parameters are."""
+    """Without the trained window for Phi-3, whose config always has it in Transformers 5."""
     return _KEYS[:-1] if hasattr(type(config), _TRAINED_WINDOW) else _KEYS
 
 
 def write_older_keys(config: Any, keys: dict[str, Any]) -> None:
     """Let `config` be saved with exactly these `keys` of the older form.
 
-    They are written to the instance dictionary, which is saved: in Transformers 5, `rope_scaling` is a property that
-    sets `rope_parameters`.
+    They go to the instance dictionary, which is saved: setting `rope_scaling`, a property in Transformers 5, would set
+    `rope_parameters`.
     """
     for key in _keys_of(config):
         vars(config).pop(key, None)
@@ -46,17 +46,24 @@ def unscaled_keys(config: Any) -> dict[str, Any]:
 def older_form(config: Any) -> dict[str, Any]:
     """The RoPE parameters of a text config in the older form.
 
-    With one set of frequencies, `rope_theta` is the base, and `rope_scaling` has the rest if there is a scaling. With
-    sliding and full layers, as in Gemma 3, both keys describe the full layers, and `rope_local_base_freq` is the base
-    of the sliding layers.
+    `rope_theta` is the base, and `rope_scaling` has the rest if there is a scaling. With sliding and full layers, as in
+    Gemma 3, both describe the full layers, and `rope_local_base_freq` is the base of the sliding layers.
 
     Returns:
-        The keys to write beside `rope_parameters`; only those that `config` has already if the family cannot read these
-        RoPE parameters back from the older form.
+        The keys to write beside `rope_parameters`; those that `config` already has, if the family cannot read these
+        RoPE parameters from the older form.
     """
+    both = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
+    alone = {key: value for key, value in both.items() if key != "rope_parameters"}
     for candidate in _candidates(config):
         keys = {key: value for key, value in candidate.items() if key in _keys_of(config)}
-        if _reads_same(config, keys):
+        try:
+            read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (both, alone)]
+        except Exception:  # the kind of error differs by family
+            continue
+        # a family that keeps `rope_local_base_freq` as an attribute does not know the key
+        known = not any("rope_local_base_freq" in vars(config_read) for config_read in read)
+        if known and all(_comparable(config_read) == _comparable(config) for config_read in read):
             return keys
     return older_keys(config)
 
@@ -64,8 +71,8 @@ def older_form(config: Any) -> dict[str, Any]:
 def resumable_form(config: Any) -> dict[str, Any]:
     """The part of `older_form` that a checkpoint of a training run can have.
 
-    When Transformers' Trainer resumes, it reads config.json without the family's class, and fails on a scaling with
-    original_max_position_embeddings. Such a scaling stays only in `rope_parameters` until `export` adds the older keys.
+    Trainer reads config.json without the family's class when it resumes, and fails on a `rope_scaling` with
+    original_max_position_embeddings. `export` adds those keys later.
     """
     keys = older_form(config)
     scaling = keys.get("rope_scaling", {})
@@ -104,7 +111,7 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_phi3(config: Any) -> dict[str, Any]:
-    """Phi-3 accepts exactly these three fields of a scaling, and computes the factor from the windows."""
+    """Phi-3 accepts exactly three fields of a scaling and computes the factor from the windows."""
     form = _flat(config.rope_parameters)
     scaling = form.get("rope_scaling", {})
     if scaling.get("rope_type") == "longrope" and "attention_factor" not in scaling:
@@ -113,29 +120,13 @@ def _of_phi3(config: Any) -> dict[str, Any]:
     return form
 
 
-def _reads_same(config: Any, keys: dict[str, Any]) -> bool:
-    """Whether the family reads the same RoPE parameters from both forms together and from the older form alone."""
-    others = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
-    without = {key: value for key, value in others.items() if key != "rope_parameters"}
-    try:
-        read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (others, without)]
-    except Exception:  # the kind of error differs by family
-        return False
-    if any("rope_local_base_freq" in vars(config_read) for config_read in read):
-        return False  # this family does not know the key
-    return all(_comparable(config_read) == _comparable(config) for config_read in read)
-
-
-def _comparable(config: Any) -> Any:
+def _comparable(config: Any) -> dict[str, Any]:
+    """RoPE parameters by layer type, with the defaults of missing keys, without `type`, the old name of rope_type."""
     parameters = config.rope_parameters
-    if is_nested(parameters):
-        return {layer_type: _explicit(of_type, config) for layer_type, of_type in parameters.items()}
-    return _explicit(parameters, config)
-
-
-def _explicit(parameters: dict[str, Any] | None, config: Any) -> dict[str, Any] | None:
-    """The RoPE parameters with the defaults of missing keys, and without `type`, the old name of rope_type."""
-    if parameters is None:
-        return None
-    explicit = {"partial_rotary_factor": 1.0, **{key: value for key, value in parameters.items() if key != "type"}}
-    return with_factor(explicit, getattr(config, "max_position_embeddings", None))
+    compared: dict[str, Any] = {}
+    for layer_type, entries in (parameters if is_nested(parameters) else {"": parameters}).items():
+        if entries is not None:
+            entries = {"partial_rotary_factor": 1.0, **{key: value for key, value in entries.items() if key != "type"}}
+            entries = with_factor(entries, getattr(config, "max_position_embeddings", None))
+        compared[layer_type] = entries
+    return compared

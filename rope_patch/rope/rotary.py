@@ -18,8 +18,9 @@ from ..base.family_table import family_of
 _ROTARY_CLASS = re.compile(r"(Rotary|RoPE|Rope).*Embed")
 # attributes that DeepSpeed ZeRO-3 adds to every module
 _OF_DEEPSPEED = re.compile(r"ds_|(pre|post)_bwd_fn$|applied_pre_backward_ref_cnt$")
-# attributes that other libraries add to a module, and their wrappers
+# attributes of every module, or that other libraries add
 _OF_OTHERS = ("training", "config", "forward")
+# what torch.compile, checkpointing and FSDP1 add to the names of modules that they wrap
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _OTHER_MODALITIES = ("vision", "visual", "image", "audio")
 
@@ -42,10 +43,9 @@ def is_of_other_modality(name: str) -> bool:
 
 
 def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every rotary module of the text decoder with its name, found by class and signature.
+    """Every rotary module of the text decoder with its name, found by class name and the argument `position_ids`.
 
-    Attribute names differ between families (`rotary_emb`, `pos_emb`, `rotary_embs.0`, `rotary_emb_local`), but all have
-    the pattern in their class name, and the argument `position_ids`.
+    Attribute names differ between families: `rotary_emb`, `pos_emb`, `rotary_embs.0`, `rotary_emb_local`.
     """
     return _rotary_among(model.named_modules())
 
@@ -54,24 +54,24 @@ def _rotary_among(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[st
     for name, module in modules:
         if isinstance(module, PreTrainedModel) or not _ROTARY_CLASS.search(type(module).__name__):
             continue
-        if getattr(module, "config", None) is None or any(part in name for part in _OTHER_MODALITIES):
+        if getattr(module, "config", None) is None or is_of_other_modality(name):
             continue
         if "position_ids" in inspect.signature(type(module).forward).parameters:
             yield name, module
 
 
 def rotary_by_name(decoder: nn.Module) -> dict[str, Any]:
-    """Every rotary module by `own_name`, which does not change if layers are wrapped after the patch."""
+    """Every rotary module by `own_name`, which stays the same when layers are wrapped after the patch."""
     return {own_name(name): module for name, module in named_rotary_modules(decoder)}
 
 
 def own_name(name: str) -> str:
-    """A module's name without wrappers that may be added later: of torch.compile, checkpointing, FSDP1."""
+    """A module's name without wrappers that may be added later."""
     return _WRAPPERS.sub("", name)
 
 
 def parameter_names(decoder: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of a decoder's forward, in order: some families pass them by position."""
+    """Argument names of a decoder's forward, in order: some families pass arguments by position."""
     return tuple(inspect.signature(type(decoder).forward).parameters)[1:]
 
 
@@ -149,7 +149,7 @@ def _known_decoder(model: nn.Module) -> PreTrainedModel | None:
 
 
 def rotary_owners(model: nn.Module) -> list[nn.Module]:
-    """The innermost Transformers models that hold rotary modules; several if parts read different sequences."""
+    """The innermost Transformers models with rotary modules; several if parts read different sequences."""
     return _owners(model, dict(named_rotary_modules(model)))
 
 
@@ -158,7 +158,7 @@ def _owners(model: nn.Module, rotary: Iterable[str]) -> list[nn.Module]:
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The innermost Transformers model that holds a module."""
+    """The innermost Transformers model that holds the module of this name."""
     holder = owner = model
     for part in name.split("."):
         if isinstance(holder, PreTrainedModel):
@@ -173,12 +173,9 @@ def find_causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def base_model_name(causal_lm: nn.Module) -> str | None:
-    """Name of the child that computes hidden states from ids; None if there is none.
-
-    In Llama 4 and Mllama it is not at `base_model_prefix`, so that their `base_model` is the whole model.
-    """
+    """Name of the child that computes hidden states from token IDs; None if there is none."""
     prefix, children = getattr(causal_lm, "base_model_prefix", None), dict(causal_lm.named_children())
-    if prefix in children:
+    if prefix in children:  # not in Llama 4 and Mllama, whose `base_model` is the whole model
         return prefix
     return next((name for name, child in children.items() if isinstance(child, PreTrainedModel)), None)
 
@@ -198,32 +195,31 @@ def layers_call_rotary(decoder: nn.Module) -> bool:
 
 
 def is_nested(rope_parameters: dict[str, Any]) -> bool:
-    """Whether there is one dictionary per layer type, with None for layers without RoPE, instead of one for all."""
+    """Whether RoPE parameters are a dictionary per layer type, with None for types without RoPE."""
     return bool(rope_parameters) and all(value is None or isinstance(value, dict) for value in rope_parameters.values())
 
 
 def with_factor(parameters: dict[str, Any], window: int | None) -> dict[str, Any]:
     """RoPE parameters of one set of frequencies, with the default factor of Transformers filled in.
 
-    For 'longrope' and 'yarn' it is window / L0, where `window` is that of the config. So the attention factor of the
-    same parameters depends on the window.
+    For 'longrope' and 'yarn' it is window / L0, with `window` from the config. So the attention factor depends on the
+    window.
     """
-    if window is None:  # no family without a window has such a type
+    has_default = parameters.get("rope_type") in ("longrope", "yarn") and parameters.get("factor") is None
+    if window is None or not has_default:
         return parameters
-    if parameters.get("rope_type") in ("longrope", "yarn") and parameters.get("factor") is None:
-        return {**parameters, "factor": window / parameters["original_max_position_embeddings"]}
-    return parameters
+    return {**parameters, "factor": window / parameters["original_max_position_embeddings"]}
 
 
 def with_factors(rope_parameters: dict[str, Any], window: int | None) -> dict[str, Any]:
-    """`rope_parameters`, also by layer type, with the default factors that Transformers computes from `window`."""
+    """`with_factor` for `rope_parameters`, which may differ by layer type."""
     if is_nested(rope_parameters):
         return {layer_type: of_type and with_factor(of_type, window) for layer_type, of_type in rope_parameters.items()}
     return with_factor(rope_parameters, window)
 
 
 def has_own_attention_factor(parameters: dict[str, Any], window: int | None) -> bool:
-    """Whether RoPE parameters have an attention factor other than the default of Transformers."""
+    """Whether RoPE parameters have another attention factor than Transformers' default."""
     own, rope_type = parameters.get("attention_factor"), parameters["rope_type"]
     if own is None or rope_type not in ("yarn", "longrope"):
         return False
@@ -232,7 +228,7 @@ def has_own_attention_factor(parameters: dict[str, Any], window: int | None) -> 
         formula = math.sqrt(1 + stretch / math.log(parameters["original_max_position_embeddings"]))
     else:
         over, under = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        over, under = (over, under) if over and under else (1.0, 0.0)
+        over, under = (over, under) if over and under else (1.0, 0.0)  # 0.1 ln(factor) + 1
         formula = (0.1 * over * stretch + 1) / (0.1 * under * stretch + 1)
     return not math.isclose(own, formula, rel_tol=1e-6)
 
@@ -243,14 +239,14 @@ def rope_types(module: Any) -> set[str]:
 
 
 def _types_by_prefix(module: Any) -> dict[str, str]:
-    """RoPE types of a rotary module by the prefix of its buffers' names, one per layer type if there are several."""
+    """RoPE types of a rotary module by the prefix of its buffers' names, "" or one per layer type."""
     rope_type = getattr(module, "rope_type", "default")
     of_prefix = {f"{name}_": t for name, t in rope_type.items()} if isinstance(rope_type, dict) else {"": rope_type}
     return {prefix: t for prefix, t in of_prefix.items() if t is not None}
 
 
 def is_dynamic(rope_type: str) -> bool:
-    """Whether a RoPE type changes its frequencies for a longer sequence, and keeps them afterwards."""
+    """Whether a RoPE type changes its frequencies at a longer sequence and keeps them afterwards."""
     return "dynamic" in rope_type
 
 
@@ -260,14 +256,14 @@ def is_longrope(rope_type: str) -> bool:
 
 
 def depends_on_length(rope_type: str) -> bool:
-    """Whether a RoPE type chooses its frequencies by the largest index of a forward, in either way."""
+    """Whether the frequencies of a RoPE type depend on the largest index of a forward."""
     return is_dynamic(rope_type) or is_longrope(rope_type)
 
 
 def frequencies_go_by_row(module: Any) -> bool:
     """Whether the frequencies of a rotary module depend on the largest index of a forward.
 
-    Those of 'longrope' do not if short_factor and long_factor are equal.
+    Those of 'longrope' with equal short_factor and long_factor do not.
     """
     parameters = getattr(module.config, "rope_parameters", None) or {}
     one_set = not is_nested(parameters) and parameters.get("short_factor") == parameters.get("long_factor")
@@ -275,7 +271,7 @@ def frequencies_go_by_row(module: Any) -> bool:
 
 
 def configs_of_forwards(decoder: nn.Module) -> dict[str, Any]:
-    """Configs of the rotary modules, by `own_name`, that read their RoPE parameters from it in every forward."""
+    """Configs, by `own_name`, of the rotary modules that read RoPE parameters from the config in every forward."""
     return {
         name: module.config
         for name, module in rotary_by_name(decoder).items()
@@ -285,10 +281,10 @@ def configs_of_forwards(decoder: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def frequencies_kept(model: nn.Module) -> Iterator[None]:
-    """Skip the choice of LongRoPE between short and long divisors where both are equal.
+    """Skip LongRoPE's choice between short and long divisors where both are equal.
 
-    Transformers reads the largest index in each forward of 'longrope'. Before 5.21 that waits for the GPU, and cannot
-    be part of a CUDA graph.
+    Transformers reads the largest index in each forward of 'longrope'. Before 5.21 this waits for the GPU and cannot be
+    part of a CUDA graph.
     """
     named = {
         module: module.rope_type
@@ -305,15 +301,14 @@ def frequencies_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _growing_prefixes(module: Any) -> list[str]:
-    """Prefixes of the buffers' names of each 'dynamic' RoPE type of a rotary module."""
+    """Prefixes of the buffers' names of the 'dynamic' RoPE types of a rotary module."""
     return [prefix for prefix, t in _types_by_prefix(module).items() if is_dynamic(t)]
 
 
 def forget_rows(model: nn.Module) -> None:
     """Restore the initial frequencies of a 'dynamic' RoPE type.
 
-    Transformers keeps the frequencies of the longest sequence so far, so that outputs beyond the window would depend on
-    earlier inputs.
+    Transformers keeps those of the longest sequence so far, so outputs beyond the window depend on earlier inputs.
     """
     for _, module in named_rotary_modules(model):
         for prefix in _growing_prefixes(module):
@@ -325,7 +320,7 @@ def forget_rows(model: nn.Module) -> None:
 
 @contextmanager
 def rows_forgotten(model: nn.Module) -> Iterator[None]:
-    """Restore the present frequencies of a 'dynamic' RoPE type after the block."""
+    """After the block, restore the frequencies that a 'dynamic' RoPE type had before it."""
     before = [(m, RotaryState.of(m)) for _, m in named_rotary_modules(model) if _growing_prefixes(m)]
     try:
         yield
@@ -350,8 +345,8 @@ class RotaryState:
 
     Args:
         attributes: plain attributes such as `rope_type`, `attention_scaling`, `max_seq_len_cached`.
-        buffers: `inv_freq` and its relatives, float32, radians per position, and whether each is persistent.
-        held: the tensors with the values of `buffers` that the module last had, on its device.
+        buffers: `inv_freq` and `original_inv_freq`, float32, radians per position, and whether each is persistent.
+        held: the module's tensors, on its device, that are known to have the values of `buffers`.
     """
 
     attributes: dict[str, Any]
@@ -359,14 +354,12 @@ class RotaryState:
     held: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> "tuple[type[RotaryState], tuple[Any, ...]]":
-        return RotaryState, (
-            self.attributes,
-            self.buffers,
-        )  # without `held`, which may be on a device that the reader does not have
+        # without `held`, which may be on a device that the reader does not have
+        return RotaryState, (self.attributes, self.buffers)
 
     @classmethod
     def of(cls, module: nn.Module) -> "RotaryState":
-        """The state of `module`, holding the same tensors."""
+        """The state of `module`, with the same tensors."""
         attributes = {
             n: v
             for n, v in vars(module).items()
@@ -378,7 +371,7 @@ class RotaryState:
         return cls(attributes, buffers)
 
     def write(self, module: nn.Module) -> None:
-        """Write this state to `module`; its identity, hooks and config stay."""
+        """Write this state to `module`, which keeps its hooks and config."""
         device = next((b.device for b in module.buffers()), torch.device("cpu"))
         for name in set(RotaryState.of(module).attributes) - set(self.attributes):
             delattr(module, name)
@@ -389,14 +382,14 @@ class RotaryState:
             module.register_buffer(name, self.held[name], persistent=persistent)
 
     def was_rounded_in(self, module: nn.Module) -> bool:
-        """Whether `module`, which should have this state, was cast. Cheap, and torch.compile can trace it."""
+        """Whether `module`, which should have this state, was cast to 16 bits. torch.compile can trace this."""
         return any(_is_rounded(getattr(module, name)) for name in self.buffers)
 
     def was_replaced_in(self, module: nn.Module) -> bool:
         """Whether `module`, which should have this state, has other frequencies, e.g. after a cast down and up again.
 
-        Values are compared only for a new tensor, and once, since moving between devices also makes new tensors. A
-        graph of torch.compile cannot branch on values, and treats any new tensor as changed.
+        A new tensor is compared once, since moving between devices also makes new tensors. A graph of torch.compile
+        cannot branch on values and takes any new tensor for a changed one.
         """
         for name, (buffer, _) in self.buffers.items():
             in_module = getattr(module, name)
@@ -410,7 +403,7 @@ class RotaryState:
         return False
 
     def restored_to_float32(self, module: Any) -> "RotaryState":
-        """The state that Transformers builds from the config of `module` if this one is that one rounded; else this."""
+        """The state that Transformers builds from the config of `module`, if this one is the same but rounded."""
         if any(_is_rounded(buffer) for buffer, _ in self.buffers.values()):
             return fresh_state(module, module.config)
         if any(buffer.is_meta for buffer, _ in self.buffers.values()):
@@ -438,17 +431,17 @@ def _is_close(buffer: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol
 
 
 def is_but_rounded(buffer: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether frequencies are the expected ones up to the rounding of a cast to 16 bits."""
+    """Whether frequencies differ from the expected ones only by the rounding of a cast to 16 bits."""
     return _is_close(buffer, expected, rtol=_ROUNDING, atol=1e-6)  # float16 has steps of 6e-8 next to 0
 
 
 def fresh_state(module: nn.Module, config: Any) -> RotaryState:
-    """The state that Transformers itself builds for this kind of rotary module from `config`, on the CPU."""
+    """The state that Transformers builds for this kind of rotary module from `config`, on the CPU."""
     return RotaryState.of(type(module)(config))
 
 
 def attention_scales(decoder: nn.Module) -> dict[tuple[str, str], float]:
-    """Softmax scales of all modules, by (module name, attribute): 14 families fold YaRN's factor into these."""
+    """Softmax scales of all modules, by (module name, attribute); in 14 families they include YaRN's factor."""
     return {
         (own_name(name), attribute): getattr(module, attribute)
         for name, module in decoder.named_modules()

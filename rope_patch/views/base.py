@@ -18,7 +18,7 @@ TRUE_POSITIONS = "standard"
 Parameters = dict[str, torch.Tensor]
 
 Cue = int | Sequence[Sequence[int]]
-"""What documents end with: as many tokens behind each, or one of a set, as token ids."""
+"""A prompt at the end of documents: its number of tokens, or a set of prompts as lists of token ids."""
 
 MAX_INDEX = 2**24
 """Largest RoPE index: Transformers multiplies it in float32, which holds no larger integer exactly.
@@ -33,7 +33,7 @@ class TrainingText(Protocol):
 
     @property
     def dataset(self) -> Any:
-        """The rows, a `datasets.Dataset` in one of TRL's formats, or what else the trainer was given."""
+        """The rows: a `datasets.Dataset` in one of TRL's formats, or whatever the trainer was given."""
 
     @property
     def args(self) -> Any:
@@ -41,34 +41,34 @@ class TrainingText(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Of the model; loaded when it is asked for."""
+        """The model's tokenizer, loaded at the first use."""
 
     def ended_with(self, cue: str | Sequence[str]) -> tuple[Any, Cue]:
-        """The rows with a cue, or one of several, behind each document, and what `cue_option` is to say of them."""
+        """Append a cue, or one of several, to each document; returns the rows and the value of `cue_option`."""
 
 
 class View:
     """Base of all views; subclasses are frozen dataclasses registered in `VIEWS`.
 
-    A view acts on t = 0, 1, ..., the index of a token within its document, and has two parts: `draw` gives the
-    parameters of each document, `rope_index` maps t with them. The second is elementwise, so that it is right for a
-    whole row, for a packed row, for one token that is decoded with a cache and for a shard of a row.
+    A view acts on t = 0, 1, ..., the index of a token within its document. `draw` gives the parameters of each
+    document, and `rope_index` maps t with them. `rope_index` is elementwise, so it holds for a whole row, a packed row,
+    a token that is decoded with a cache and a shard of a row.
 
-    All else that a trainer has to know of a view are methods with defaults, which it asks of every view alike: what to
-    do with texts (`prepare_text`, `cue`), with long documents (`cuts`, `kept`, `cut`), what to refuse (`check_run`,
-    `check_length`, `can_change`) and how far positions go (`reach`, `targets`).
+    The other methods have defaults. Trainers call them to prepare texts (`prepare_text`, `cue`), to shorten documents
+    (`cuts`, `kept`, `cut`), to refuse a run (`check_run`, `check_length`, `can_change`) and to know how far positions
+    go (`reach`, `targets`).
     """
 
     name: ClassVar[str]
     perturbs: ClassVar[bool] = True  # False: `rope_index` is t whatever is drawn
     synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
-    cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the card of a model that was made with it
-    cue_option: ClassVar[str | None] = None  # the option that says what documents end with; a trainer's `cue` sets it
-    # options that `prepare_text` finds out, each with a stand-in by which the others are checked before
+    cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the model card
+    cue_option: ClassVar[str | None] = None  # the option that describes the cue; a trainer's `cue` sets it
+    # options that `prepare_text` sets, each with a placeholder that lets the other options be checked earlier
     from_text: ClassVar[Mapping[str, object]] = MappingProxyType({})
 
     def __init_subclass__(cls) -> None:
-        """Refuse an option with the name of a method, which `dataclass` would take for the option's default."""
+        """Refuse an option with a method's name: `dataclass` would take the method as the option's default."""
         super().__init_subclass__()
         for name in cls.__dict__.get("__annotations__", {}):
             method = vars(View).get(name)
@@ -78,7 +78,7 @@ class View:
                 )
 
     def cited(self) -> tuple[str, ...]:
-        """BibTeX of the papers of this view and of those within it."""
+        """BibTeX of the papers of this view and of the views in it."""
         return self.cites
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
@@ -94,16 +94,17 @@ class View:
         raise NotImplementedError
 
     def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
-        """Parameters of the documents of a batch. A view that looks at tokens overrides this, and others `draw`.
+        """Parameters of the documents of a batch. Views that read tokens override this one, other views `draw`.
 
         Args:
-            ids: of the tokens, [batch, seq_len]; None where a model is given embeddings.
+            ids: token ids, [batch, seq_len]; None where a model is given embeddings.
             t: index of each token in its document, [1 or batch, seq_len], -1 on padding.
             documents: of the batch.
             key: source of randomness, in the shape of documents.
 
         Returns:
-            As `draw`; what has one value a token, [batch, seq_len], goes on with the last one in decoding.
+            Tensors that broadcast with t. Decoding with a cache repeats the last token's value of those that are
+            [batch, seq_len].
         """
         return self.draw(documents.length, key)
 
@@ -112,10 +113,10 @@ class View:
         raise NotImplementedError
 
     def affected_from(self, t: torch.Tensor, documents: Documents, parameters: Parameters) -> torch.Tensor:
-        """First token of each document whose distance to an earlier one is not the true one.
+        """First token s of each document whose distance to an earlier token changes.
 
-        That is min{t : r(t) - r(0) != t} for what was drawn, or the document's length where no t is so. Rows before it
-        predict the same as without the view, since RoPE sees differences of indices alone.
+        s = min{t : r(t) - r(0) != t} for what was drawn, or the document's length if there is no such t. Tokens before
+        s predict the same as without the view, since RoPE sees only differences of indices.
 
         Args:
             t: index of each token in its document, [1 or batch, seq_len], -1 on padding; whole documents.
@@ -129,7 +130,7 @@ class View:
         t, ordinal, length = (x.expand(shape) for x in (t, documents.ordinal, documents.length))
         moved = self.rope_index(t, parameters).expand(shape)
         real = (t >= 0) & (t < length)
-        # one place a document, and one for all tokens that are none's first: there are at most as many as tokens
+        # a document has at least one token, so `nowhere` numbers are enough; the last place takes all other tokens
         nowhere = ordinal.numel()
         begin = torch.zeros(nowhere + 1, dtype=moved.dtype, device=t.device)
         begin.scatter_(0, torch.where(real & (t == 0), ordinal, nowhere).flatten(), moved.flatten())
@@ -140,16 +141,16 @@ class View:
 
     @classmethod
     def prepare_text(cls, options: dict[str, Any], text: TrainingText) -> tuple[dict[str, Any], Any]:
-        """The view's options and the training set that belong together, made before documents are tokenized.
+        """Fit the view's options and the training set to each other, before documents are tokenized.
 
-        By default a view with a `cue_option` has the `cue` of the trainer's configuration put behind all documents.
+        By default, for a view with a `cue_option`, the `cue` of the trainer's configuration is appended to documents.
 
         Args:
             options: as the user gave them.
             text: the training set, its tokenizer and the configuration.
 
         Returns:
-            Options, those `from_text` among them, and the training set.
+            The options, with those of `from_text`, and the training set.
 
         Raises:
             ValueError: texts or tokenizer lack what the view needs.
@@ -160,66 +161,65 @@ class View:
         return {**options, cls.cue_option: cue}, dataset
 
     def cue(self) -> Cue:
-        """What documents end with that is no text of theirs, whose loss `cue_weight` weighs; 0 for nothing."""
+        """The cue at the end of documents, whose loss `cue_weight` scales; 0 for none."""
         return 0 if self.cue_option is None else getattr(self, self.cue_option)
 
     @property
     def cuts(self) -> str | None:
-        """The option that cuts documents, as "name=value" for messages; None where documents stay whole."""
+        """The option that shortens documents, as "name=value" for messages; None if they stay whole."""
         return None
 
     def kept(self, length: torch.Tensor) -> torch.Tensor:
-        """How many tokens of documents of `length` tokens `cut` keeps, in the shape of `length`."""
+        """Number of tokens that `cut` keeps of documents of `length` tokens, in the shape of `length`."""
         return length
 
     def cut(self, length: torch.Tensor, key: DrawKey) -> torch.Tensor | None:
-        """Which tokens of each document to keep in a step, drawn with the key that `draw` then gets for what is kept.
+        """Draw which tokens of each document to keep in a step.
 
         Args:
-            length: of the documents, one a row, [batch, 1].
-            key: of `draw`.
+            length: tokens of each document, one document a row, [batch, 1].
+            key: the same key as that of `draw`, which is called for the shortened documents.
 
         Returns:
-            Indices into the row, rising, [batch, most tokens kept]; those from a document's own length on are none of
-            its tokens. None where no document is too long.
+            Rising indices into the row, [batch, most tokens kept]; an index at or beyond the document's length is not
+            one of its tokens. None if no document is too long.
         """
         return None
 
     def check_run(self, args: Any) -> None:
-        """Raise ValueError, with the reason and what to do, if no run of this configuration can train under the view.
+        """Raise ValueError, with the reason and what to do, if this configuration cannot train under the view.
 
         Args:
-            args: of the trainer, a `trl_ext.RopeSFTConfig`. It is called before anything is loaded: options `from_text`
-                may be stand-ins.
+            args: of the trainer, a `trl_ext.RopeSFTConfig`. The call comes before anything is loaded, so options of
+                `from_text` may still be placeholders.
         """
 
     def why_control(self) -> str | None:
-        """Why next-token training is meant to be as without the view, which is then told and not refused; else None."""
+        """Why training is intended to equal training without the view, which then gives a warning; else None."""
         return None
 
     def conditions(self) -> list[str]:
-        """What must hold for documents to be changed, a clause each; the error that none is changed lists them."""
+        """Clauses that must hold for a document to change; the error for a view without effect lists them."""
         return []
 
     def alternatives(self) -> "Sequence[View]":
-        """The views of which each document takes one: each of them has to change something."""
+        """The views of which each document takes one; each of them must change some document."""
         return [self]
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether draws go by token ids, and not by lengths alone."""
+        """Whether draws depend on token ids, beside lengths."""
         return type(self).draw_for is not View.draw_for
 
     @property
     def draws_by_forward(self) -> bool:
-        """Whether a draw is shared by the documents of a forward, so that it depends on how a step is divided."""
+        """Whether the documents of a forward share a draw, which then depends on how a step is split into forwards."""
         return False
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         """Whether some draw changes a distance between two tokens of a document of `length` tokens.
 
-        Where it is False a document is as without the view in every step. The last token, which is read with no label
-        behind it, counts here as any other: `Skip(split=20)` can change documents of 21 tokens.
+        The last token counts too, although no label follows it: `Skip(split=20)` can change documents of 21 tokens.
 
         Args:
             length: tokens of the documents, int64 of any shape.
@@ -230,56 +230,62 @@ class View:
         return length > 1 if self.perturbs else torch.zeros_like(length, dtype=torch.bool)
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        """Probability over draws that `affected_from` is at most t, float64, for t below `length`.
+        """P(`affected_from` <= t) over draws, float64, for t below `length`.
 
-        Under a curriculum it holds at every point of training at which the view changes anything.
+        Under a curriculum: at each point of training at which the view changes anything.
 
         Raises:
-            ValueError: the view does not know it.
+            ValueError: there is no formula for this view.
         """
         raise ValueError(
-            f"{title(self)} does not know how often a token lies behind its first changed one, by which reduction "
-            "'uniform' divides: use 'sequence' or 'token', or another view, e.g. 'skip'."
+            f"view {self.name!r} does not know how often a token lies behind the first changed token, by which "
+            "reduction 'uniform' divides: use 'sequence' or 'token', or another view, e.g. 'skip'."
         )
 
     @property
     def follows_progress(self) -> bool:
-        """Whether draws depend on the progress of training, which somebody then has to tell the clock."""
+        """Whether draws depend on the progress of training, so that the clock must be set."""
         return any(isinstance(getattr(self, field.name), Curriculum) for field in fields(cast(Any, self)))
 
     @property
     def layerwise(self) -> bool:
-        """Whether layers have positions of their own: `layer_groups` then says which."""
+        """Whether positions differ by layer, as `layer_groups` returns them."""
         return False
 
     @property
     def names_layers(self) -> bool:
-        """Whether a layerwise view acts on just the layers that it was given, local ones too."""
+        """Whether a layerwise view acts on exactly the layers that it names, also on local ones."""
         return False
 
     @property
     def rescales(self) -> bool:
-        """Whether `frequencies` differ from those of the RoPE parameters in force."""
+        """Whether `frequencies` differ from those of the present RoPE parameters."""
         return False
 
     @property
     def stands_alone(self) -> bool:
-        """Whether the view cannot be a part of another one."""
+        """Whether the view cannot be part of another view."""
         return self.layerwise or self.rescales
 
     def frequencies(self, inv_freq: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """Frequencies of a forward, radians per position, from those of the RoPE parameters, [head_dim / 2]."""
+        """Frequencies of a forward from those of the RoPE parameters, [head_dim / 2], radians per position."""
         return inv_freq
 
     def layer_groups(self, n_layers: int, parameters: Parameters) -> "list[tuple[list[int], View, Parameters]]":
-        """Layers that share positions, each group with its view and that one's parameters; together all layers."""
+        """Groups of layers that share positions, each with its view and parameters; together all layers."""
         return [(list(range(n_layers)), self, parameters)]
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError if rows of `length` tokens cannot be viewed this way."""
+        """Raise ValueError if documents of `length` tokens do not fit the view; by default, if `reach` is too large."""
+        largest = self.reach(length)
+        if largest is not None and largest > MAX_INDEX:
+            raise ValueError(
+                f"view {self.name!r}: RoPE indices would reach {largest}; at most {MAX_INDEX} (2**24) are exact in "
+                "float32. Use shorter rows or a smaller range."
+            )
 
     def reach(self, length: int, last: int | None = None) -> int | None:
-        """Largest RoPE index that a document of `length` tokens can be given, counted from that of its first token.
+        """Largest RoPE index that a document of `length` tokens can get, counted from that of its first token.
 
         Args:
             length: tokens of the document, at least 1.
@@ -287,22 +293,22 @@ class View:
                 `compose` may have moved it.
 
         Returns:
-            The index, rounded up; None where the view does not know it.
+            The index, rounded up; None if the view does not know it.
         """
         return None
 
     def targets(self) -> list[tuple[str, int]]:
-        """The windows that the view trains, each with the name of the view whose `target` it is, in positions.
+        """(name of the view, its `target` in positions) of each context window that the view trains.
 
-        A model's window must hold them. Views that show positions of no window in particular have none.
+        The model's window must hold them.
         """
         return []
 
     def largest_skip(self, length: torch.Tensor) -> torch.Tensor | None:
-        """Largest r(t) - t that can be drawn for documents of `length` tokens, by which a KL is logged in quarters.
+        """Largest r(t) - t that can be drawn for documents of `length` tokens; logs split a KL into quarters of it.
 
         Returns:
-            int64 in the shape of `length`; None where the view draws none.
+            int64 in the shape of `length`; None if skips are not drawn.
         """
         return None
 
@@ -315,12 +321,12 @@ class View:
         """
 
     def options(self) -> dict[str, Any]:
-        """The arguments that make an equal view, as a recipe has them."""
+        """The arguments of an equal view, in the form of a recipe."""
         return {f.name: as_recipe(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
 
 
 def as_recipe(value: Any) -> Any:
-    """An option with dictionaries for the views and laws in it, from which `resolve_view` makes equal ones."""
+    """An option with dictionaries in place of its views and laws, from which `resolve_view` makes equal ones."""
     if isinstance(value, View):
         return {"view": value.name, **value.options()}
     if isinstance(value, Law):
@@ -330,6 +336,8 @@ def as_recipe(value: Any) -> Any:
     return type(value)(map(as_recipe, value)) if isinstance(value, list | tuple) else value
 
 
-def title(owner: object) -> str:
-    """How errors call a view."""
-    return f"view {getattr(owner, 'name', type(owner).__name__)!r}"
+def require_ids(owner: View, ids: torch.Tensor | None) -> torch.Tensor:
+    """The token ids that a view reads; raises ValueError if there are none."""
+    if ids is None:
+        raise ValueError(f"view {owner.name!r} reads tokens: call the model with input_ids, not with embeddings.")
+    return ids

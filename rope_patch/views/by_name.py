@@ -1,4 +1,4 @@
-"""From a view's name and options to the view."""
+"""Views by name and options."""
 
 from typing import Any
 
@@ -8,11 +8,7 @@ from .laws import with_laws
 
 
 def find_view(name: str | View) -> type[View]:
-    """The class of a view.
-
-    Raises:
-        ValueError: no view has the name.
-    """
+    """The class of a view; raises ValueError for an unknown name."""
     refuse_name_of(RESCALINGS, VIEWS, name)
     if isinstance(name, View):
         return type(name)
@@ -22,7 +18,7 @@ def find_view(name: str | View) -> type[View]:
 
 
 def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> View:
-    """The view that a name and its options, or an instance, stand for.
+    """The view of this name with these options, or the instance itself.
 
     Raises:
         ValueError: unknown name or option, a required option that is missing, or a value out of its range.

@@ -1,4 +1,4 @@
-"""The document's blocks change places in RoPE's eyes, while tokens and causality stay."""
+"""Blocks of the document in a random order of positions; tokens and the causal mask stay."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ import torch
 
 from ..base import papers
 from ..base.draws import DrawKey, between
+from ..base.validators import require_integer
 from .base import VIEWS, Parameters, View
-from .options import require_indexable, require_int
 
 
 @VIEWS.register("chunk-permute")
@@ -15,11 +15,11 @@ from .options import require_indexable, require_int
 class ChunkPermute(View):
     """r(t) = C pi(t div C) + t mod C with C = ceil(L / blocks), pi a uniform permutation of the blocks of L tokens.
 
-    pi is drawn anew for each document: block b goes where its random word stands among those of all blocks. A last
-    block that is not full leaves a gap where it is moved to. Tokens that are decoded behind the L tokens keep r(t) = t.
+    pi is drawn anew for each document: the block with the smallest random number comes first. Where a last block that
+    is not full is moved, it leaves a gap. Tokens that are decoded after the L tokens keep r(t) = t.
 
     Args:
-        blocks: how many, 2 to 64. The paper speaks of large blocks and names no size; 8 is ours.
+        blocks: number of blocks, 2 to 64. The paper has large blocks of unnamed size; 8 is our choice.
 
     When: Take it as an ablation of the skip in self-distillation.
 
@@ -31,10 +31,7 @@ class ChunkPermute(View):
     cites = (papers.RPSD,)
 
     def __post_init__(self) -> None:
-        require_int(self, "blocks", self.blocks, 2, 64)
-
-    def check_length(self, length: int) -> None:
-        require_indexable(self, length + -(-length // self.blocks))
+        require_integer("view 'chunk-permute': blocks", self.blocks, least=2, most=64)
 
     def reach(self, length: int, last: int | None = None) -> int:
         # a last block that is not full may come first, which leaves its gap before the others
@@ -42,12 +39,14 @@ class ChunkPermute(View):
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         chunk = (length + self.blocks - 1) // self.blocks
-        there = [block * chunk < length for block in range(self.blocks)]
         words = [between(word, 0, 2**31 - 2) for word in key.words(range(self.blocks))]
         places = {}
         for b, word in enumerate(words):
-            before = [(other < word) | ((other == word) & (j < b)) for j, other in enumerate(words)]
-            places[f"block_{b}"] = torch.stack([x & y for x, y in zip(before, there, strict=True)]).sum(0)
+            # blocks with a smaller number come before; short documents have fewer blocks
+            before = [
+                ((other < word) | ((other == word) & (j < b))) & (j * chunk < length) for j, other in enumerate(words)
+            ]
+            places[f"block_{b}"] = torch.stack(before).sum(0)
         return {"chunk": chunk, "length": length, **places}
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:

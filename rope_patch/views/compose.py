@@ -7,9 +7,8 @@ import torch
 
 from .base import VIEWS, Parameters, View
 from .nope import NoPE
-from .options import require_effect, require_indexable
 from .rpe import RPE
-from .several import Several, as_view, parameters_of
+from .several import Several, parameters_of
 
 
 @VIEWS.register("compose")
@@ -23,7 +22,7 @@ class Compose(Several):
         views: the views in the order in which they act, at least one; in a recipe `{view: skip, split: 512}` stands for
             `Skip(split=512)` and `skip` for `Skip()`.
 
-    When: Take it to combine views, such as a skip whose positions are then scaled.
+    When: Take it to combine views, such as a skip and a scaling of all positions.
 
     Source: ours.
     """
@@ -31,33 +30,20 @@ class Compose(Several):
     views: Sequence[View]
 
     def __post_init__(self) -> None:
-        if isinstance(self.views, str | View) or not isinstance(self.views, Sequence) or not self.views:
-            raise ValueError(f"view 'compose': views must be a list of at least one view, got {self.views!r}.")
-        # a tuple is hashable, and safe from later changes by the caller
-        object.__setattr__(self, "views", tuple(as_view(entry, "compose") for entry in self.views))
-        if any(view.stands_alone for view in self.views):
+        self._take_views(least=1)
+        if len(self.views) > 1 and any(isinstance(view, NoPE) for view in self.views):
             raise ValueError(
-                "view 'compose': a view that differs by layer or rescales frequencies stands alone, and so does 'mix', "
-                "whose views may be compositions."
+                "view 'compose': view 'nope' leaves no distances that other views could change: use it alone."
             )
-        for view in self.views:
-            require_effect(self, view.perturbs, f"{view!r} changes nothing: leave it out.")
-        require_effect(
-            self,
-            len(self.views) == 1 or not any(isinstance(view, NoPE) for view in self.views),
-            "view 'nope' leaves no distances that the others could change: give it alone.",
-        )
         if any(isinstance(view, RPE) for view in self.views[1:]):
-            raise ValueError("view 'compose': view 'rpe' goes by the index of a token, so it must come first.")
+            raise ValueError("view 'compose': view 'rpe' takes the index of a token, so it must come first.")
 
     def conditions(self) -> list[str]:
         return [*super().conditions(), "the views of a composition must not undo each other"]
 
     def check_length(self, length: int) -> None:
         super().check_length(length)
-        last = self.reach(length)  # each view alone may be within what float32 can index
-        if last is not None:
-            require_indexable(self, last)
+        View.check_length(self, length)  # each view alone may reach less
 
     def reach(self, length: int, last: int | None = None) -> int | None:
         for view in self.views:

@@ -6,8 +6,8 @@ import torch
 
 from ..base import papers
 from ..base.draws import DrawKey
+from ..base.validators import require_number
 from .base import VIEWS, Parameters
-from .options import require_int, require_number
 from .targeted import Targeted
 
 
@@ -19,23 +19,21 @@ class Cream(Targeted):
     e is the index of the middle's last token, n - h - 1 where it is contiguous with the head, L - h - 1 with the tail.
     With f = floor(L / n):
 
-    - h is floor(n / 3) or 4 f, with probability 1/2 each: long ends for what is far in the middle, short ones for
-      continuity; never more than n / 3.
-    - With a = floor(x), x of the normal law of mean 1 + f and deviation `sigma`, set to the end of [2, 2 f] that it
-      lies beyond, e ~ U{floor(h + (n - 2 h - 1) a / 2) .. floor(n a / 2) - h - 1}: a = 2 moves nothing, 2 f leaves the
-      most room, and the middle of the window is met most often (CREAM, LongReD-C).
+    - h is floor(n / 3) or 4 f, with probability 1/2 each, at most n / 3.
+    - a = floor(x), x ~ N(1 + f, sigma) clamped to [2, 2 f], and e ~ U{floor(h + (n - 2 h - 1) a / 2) ..
+      floor(n a / 2) - h - 1}. a = 2 moves nothing and 2 f leaves the most room; the middle of the window is the most
+      frequent place (CREAM, LongReD-C).
     - With sigma=None, e ~ U{n - h .. L - h - 1} (LongReD-U).
 
     Args:
         target: L, in positions.
-        sigma: in units of n / 2, or None; LongReD's code has 5 and CREAM's 3, both for a fixed f.
+        sigma: standard deviation in units of n / 2, or None; LongReD's code has 5 and CREAM's 3, both for a fixed f.
 
     When: Take it to reproduce CREAM, or LongReD with objective 'hidden-distill'.
 
-    Source: CREAM, arXiv:2406.07138, and LongReD, arXiv:2502.07365, as their codes have it: what lies beyond [2, 2 f] is
-        set to its ends, where a truncated law would be drawn again. Ours: both codes draw h once a batch and take every
-        document to have n tokens, the native window, and L to be f n; here h is drawn for each document, n is its own
-        length, and the tail ends at L - 1.
+    Source: CREAM, arXiv:2406.07138, and LongReD, arXiv:2502.07365. As in their code, x is clamped, not drawn again as
+        for a truncated law. Both draw h once a batch and take n to be the native window and L = f n. Here h is drawn
+        for each document, n is the document's length, and the tail ends at L - 1.
     """
 
     target: int
@@ -44,9 +42,9 @@ class Cream(Targeted):
     cites = (papers.CREAM,)
 
     def __post_init__(self) -> None:
-        require_int(self, "target", self.target, 2)
+        super().__post_init__()
         if self.sigma is not None:
-            require_number(self, "sigma", self.sigma)
+            require_number("view 'cream': sigma", self.sigma)
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return (length > 2) & (length < self.target)  # of two tokens neither is an end

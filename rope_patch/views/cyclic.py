@@ -1,4 +1,4 @@
-"""The document is read from another starting index."""
+"""Positions rotated within the document, so that it starts at another index."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,8 @@ import torch
 
 from ..base import papers
 from ..base.draws import DrawKey
-from .base import VIEWS, Parameters, View
-from .laws import Law, Uniform, sample
-from .options import require_integers
+from .base import MAX_INDEX, VIEWS, Parameters, View
+from .laws import Law, Uniform, require_integers, sample
 
 
 @VIEWS.register("cyclic")
@@ -16,11 +15,11 @@ from .options import require_integers
 class Cyclic(View):
     """r(t) = (t + shift) mod L for a document of L tokens; attention stays causal in token order.
 
-    Up to a constant, which RoPE does not see, this is a skip with split L - shift and skip -L. Tokens that are decoded
-    after the L tokens of the first forward go on where the suffix stopped: r(t) = t + shift - L.
+    RoPE does not see a constant, so this is a skip with split L - shift and skip -L. Tokens that are decoded after the
+    L tokens continue the suffix: r(t) = t + shift - L.
 
     Args:
-        shift: u, in positions, or its law for each document, by default U{0..L-1}; multiples of L change nothing.
+        shift: u, in positions, or its law for each document, by default U{0..L-1}.
 
     When: Take it as an ablation of the skip in self-distillation.
 
@@ -32,13 +31,12 @@ class Cyclic(View):
     cites = (papers.RPSD,)
 
     def __post_init__(self) -> None:
-        require_integers(self, "shift", self.shift, 0)
+        require_integers("view 'cyclic': shift", self.shift, least=0, most=MAX_INDEX)
 
     def reach(self, length: int, last: int | None = None) -> int:
         return length - 1 if last is None else last
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        # a document shorter than the shift turns by the remainder, as the formula's modulus says
         return {"shift": sample(self.shift, key, 0, length - 1) % length, "length": length}
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,7 @@ import torch
 from ..base import papers
 from ..base.draws import DrawKey
 from .base import VIEWS, Parameters, View
-from .laws import Law, Uniform, reach, sample, share_off
-from .options import require_factors, require_indexable
+from .laws import Law, Uniform, reach, require_factors, sample, share_off
 
 
 @VIEWS.register("dilation")
@@ -32,10 +31,7 @@ class Dilation(View):
     cites = (papers.RPSD,)
 
     def __post_init__(self) -> None:
-        require_factors(self, "factor", self.factor)
-
-    def check_length(self, length: int) -> None:
-        require_indexable(self, self.reach(length))
+        require_factors("view 'dilation': factor", self.factor)
 
     def reach(self, length: int, last: int | None = None) -> int:
         return math.ceil(reach(self.factor) * (length - 1 if last is None else last))

@@ -1,4 +1,4 @@
-"""A cue at the end of a short document is read as if at the end of a long one."""
+"""A cue at the end of a short document gets the positions of the end of a long one."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -7,9 +7,9 @@ import torch
 
 from ..base import papers
 from ..base.draws import DrawKey
+from ..base.validators import require_choice, require_integer
 from ..layout.documents import Documents, checked_cues, closing_tokens
-from .base import VIEWS, Cue, Parameters
-from .options import require_choice, require_effect, require_ids, require_int
+from .base import VIEWS, Cue, Parameters, require_ids
 from .targeted import Targeted
 
 Placement = Literal["end", "random"]
@@ -21,28 +21,26 @@ class EndPrompt(Targeted):
     """r(t) = t for the body, t < a, and the last b = `cue_tokens` tokens of a document of a + b have far positions.
 
     - "end": r(t) = L - b + (t - a), so that the last token is at L - 1.
-    - "random": the cue starts anywhere from a, right behind the body, to L - b, drawn for each document. This is our
-      reading of ET(PoSE), of which the paper says in one sentence that the cue gets positions in PoSE's style.
+    - "random": the cue starts at U{a .. L - b}, drawn for each document. This is our reading of ET(PoSE), which the
+      paper describes in one sentence.
 
-    Distances that a document shows are 0 .. a - 1 and, under "end", L - a - b + 1 .. L - 1. Rows a .. a + b - 2 are
-    those with a far key and a label: with one cue token there are none. It goes with PI of factor
-    ceil(L / native window).
+    The document then has the distances 0 .. a - 1 and, under "end", L - a - b + 1 .. L - 1. Tokens a .. a + b - 2 have
+    a far key and a label; with one cue token there are none. The paper uses PI with factor ceil(L / native window).
 
-    b = 0 is the paper's control, the body alone: it moves nothing, whatever the target, and shows what PI and the text
-    do by themselves.
+    b = 0 is the paper's control without a cue: it moves nothing and shows the effect of PI and the text alone.
 
     Args:
         target: L, in positions.
-        cue_tokens: b, of every document; `trl_ext.append_cue` puts them there. Or a set of cues, as lists of token ids:
-            b is then the tokens of the longest one that a document ends with, 0 for none. A document of no more tokens
-            than b stays as it is.
+        cue_tokens: b, for all documents; `trl_ext.append_cue` appends the cue. Or a set of cues, as lists of token IDs:
+            b is then the length of the longest cue at the document's end, 0 for none. A document of at most b tokens
+            is not changed.
         placement: where the cue goes, "end" or "random".
 
-    When: Take it to reproduce EndPrompt; here its cue gave no more than the control without one, while the last 64
-        tokens of each row, moved without a cue, found more passkeys at the target than that control and fewer before.
+    When: Take it to reproduce EndPrompt. In our runs the cue gave no more than the control without one; moving the last
+        64 tokens of each row without a cue found more passkeys at the target than that control, and fewer before it.
 
     Source: EndPrompt, arXiv:2605.14589, Eq. 10 for the set; its code moves the last `pose_chunk2_length` tokens of
-        whatever arrives.
+        each row.
     """
 
     target: int
@@ -54,24 +52,19 @@ class EndPrompt(Targeted):
     cites = (papers.ENDPROMPT,)
 
     def __post_init__(self) -> None:
-        require_int(self, "target", self.target, 2)
+        super().__post_init__()
         if isinstance(self.cue_tokens, int):
-            require_int(self, "cue_tokens", self.cue_tokens, 0)
+            require_integer("view 'endprompt': cue_tokens", self.cue_tokens, least=0)
         else:
             cues = checked_cues("view 'endprompt': cue_tokens", self.cue_tokens, least=0)
             object.__setattr__(self, "cue_tokens", cues)
-        require_choice(self, "placement", self.placement, get_args(Placement))
-        require_effect(
-            self,
-            self.cue_tokens != 0 or self.placement == "end",
-            f"placement={self.placement!r} places a cue, and cue_tokens=0 is the control without one: leave it out.",
-        )
+        require_choice("view 'endprompt': placement", self.placement, get_args(Placement))
 
     def check_run(self, args: Any) -> None:
         if args.cue is not None and args.packing and args.packing_strategy == "wrapped":
             raise ValueError(
-                "packing_strategy='wrapped' cuts documents and forgets where they end, so that rows end without their "
-                "cue: pack with 'bfd', or not at all."
+                "packing_strategy='wrapped' cuts documents anywhere, so that rows end without their cue: use 'bfd', or "
+                "no packing."
             )
 
     def why_control(self) -> str | None:
@@ -80,7 +73,7 @@ class EndPrompt(Targeted):
         return f"with cue_tokens={self.cue_tokens} no token is predicted from far"
 
     def conditions(self) -> list[str]:
-        return [*super().conditions(), "a cue must have two tokens or more and end documents"]
+        return [*super().conditions(), "documents must end with a cue of two tokens or more"]
 
     @property
     def reads_tokens(self) -> bool:
@@ -103,7 +96,7 @@ class EndPrompt(Targeted):
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         if not isinstance(self.cue_tokens, int):
-            raise ValueError("view 'endprompt' with a set of cues goes by tokens, not by lengths alone: use draw_for.")
+            raise ValueError("view 'endprompt' with a set of cues reads tokens: use draw_for.")
         return self._parameters(length, torch.full_like(length, self.cue_tokens), key)
 
     def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:

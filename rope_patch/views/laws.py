@@ -13,40 +13,42 @@ import torch
 
 from ..base.draws import DrawKey
 from ..base.registry import Registry, from_options, require_known
+from ..base.validators import require_integer, require_number
 
 LAWS, CURRICULA = Registry("law"), Registry("curriculum")
 
 End = Any
-"""Of a range: an int64 tensor where integers are drawn, else a number or a float64 tensor."""
+"""End of a range: an int64 tensor where integers are drawn, else a number or a float64 tensor."""
 
 
 class Law:
-    """Base of laws and curricula."""
+    """Base of laws and curricula. Most laws draw integers or real numbers, as the view needs."""
 
     name: ClassVar[str]
     synonyms: ClassVar[tuple[str, ...]] = ()
 
     def sample(self, key: DrawKey, slot: int, most: torch.Tensor | None = None) -> torch.Tensor:
-        """A draw for each document of `key`.
+        """Draw a number for each document of `key`.
 
         Args:
             key: source of randomness.
             slot: which of the independent draws of the key.
-            most: where integers are drawn, the `high` of laws without one for each document, int64; None draws float64.
+            most: None to draw real numbers, float64. To draw integers: the largest one for each document, int64, which
+                stands for a `high` that was left out.
         """
-        raise NotImplementedError
-
-    def reach(self, most: Any = None) -> Any:
-        """Largest number that can be drawn; `most` as in `sample`, or one integer."""
         raise NotImplementedError
 
     @property
     def numbers(self) -> tuple[float | None, ...]:
-        """Those that the law was given, which the view checks."""
+        """The arguments that a view checks; None is a `high` that was left out."""
         raise NotImplementedError
 
+    def reach(self, most: Any = None) -> Any:
+        """Largest number that can be drawn; `most` as in `sample`, or one integer."""
+        return most if None in self.numbers else max(self.numbers)  # type: ignore[type-var]
+
     def options(self) -> dict[str, Any]:
-        """As a recipe has it."""
+        """The dictionary that a recipe has for this law."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return {"law": self.name, **{name: value for name, value in values.items() if value is not None}}
 
@@ -68,6 +70,10 @@ class Uniform(Law):
         if self.high is not None and self.low > self.high:
             raise ValueError(f"law {self.name!r}: low must not exceed high, got low={self.low} and high={self.high}.")
 
+    @property
+    def numbers(self) -> tuple[float | None, ...]:
+        return self.low, self.high
+
     def sample(self, key: DrawKey, slot: int, most: torch.Tensor | None = None) -> torch.Tensor:
         return self.between(*self.ends(most), key, slot)
 
@@ -78,17 +84,10 @@ class Uniform(Law):
         return torch.full_like(most, self.low), most if self.high is None else torch.full_like(most, self.high)
 
     def between(self, low: End, high: End, key: DrawKey, slot: int) -> torch.Tensor:
-        """A draw by this law from another range."""
-        if _whole(high):
+        """Draw by this law from another range."""
+        if _is_integer(high):
             return key.integers(torch.minimum(low, high), high, slot)  # a short document may end before `low`
         return low + (high - low) * key.uniform(slot)
-
-    def reach(self, most: Any = None) -> Any:
-        return most if self.high is None else self.high
-
-    @property
-    def numbers(self) -> tuple[float | None, ...]:
-        return self.low, self.high
 
 
 @LAWS.register("log-uniform")
@@ -108,7 +107,7 @@ class LogUniform(Uniform):
 
     def between(self, low: End, high: End, key: DrawKey, slot: int) -> torch.Tensor:
         u = key.uniform(slot)
-        if not _whole(high):
+        if not _is_integer(high):
             return low * (high / low) ** u
         least = torch.minimum(low, high).clamp(min=1).double()
         # the floor of a real number, kept within `high` against rounding
@@ -132,6 +131,10 @@ class Discrete(Law):
             raise ValueError(f"law {self.name!r}: values must be a list of one or more numbers, got {values!r}.")
         object.__setattr__(self, "values", tuple(values))
 
+    @property
+    def numbers(self) -> tuple[float | None, ...]:
+        return tuple(self.values)
+
     def sample(self, key: DrawKey, slot: int, most: torch.Tensor | None = None) -> torch.Tensor:
         which = self.which(key, slot)
         # by comparisons: a table would have to be copied to the GPU
@@ -143,13 +146,6 @@ class Discrete(Law):
     def which(self, key: DrawKey, slot: int) -> torch.Tensor:
         """Index of the value that is drawn."""
         return key.integers(0, len(self.values) - 1, slot)
-
-    def reach(self, most: Any = None) -> Any:
-        return max(self.values)
-
-    @property
-    def numbers(self) -> tuple[float | None, ...]:
-        return tuple(self.values)
 
 
 @LAWS.register("cycling")
@@ -168,7 +164,7 @@ class Cycling(Discrete):
 class Curriculum(Law):
     """Base of laws that change with the progress p of training, from 0 to 1.
 
-    p comes from the trainer, in a loop of your own from whoever sets the clock of the model's `view_source`.
+    A trainer sets p. In a training loop of your own, set the clock of the model's `view_source`.
     """
 
     law: Law
@@ -185,7 +181,7 @@ class Curriculum(Law):
 @CURRICULA.register("linear")
 @dataclass(frozen=True)
 class Linear(Curriculum):
-    """The range of a law, moved from `start`, at p = 0, to its own, at p = 1.
+    """The range of a law, moved from `start`, at p = 0, to the range that the law has, at p = 1.
 
     Args:
         law: Uniform or LogUniform.
@@ -204,6 +200,14 @@ class Linear(Curriculum):
                 raise ValueError(f"curriculum 'linear': start must be a number or [low, high], got {start!r}.")
             object.__setattr__(self, "start", tuple(start))
 
+    @property
+    def _start(self) -> tuple[float, ...]:
+        return self.start if isinstance(self.start, tuple) else (self.start,)
+
+    @property
+    def numbers(self) -> tuple[float | None, ...]:
+        return *self.law.numbers, *self._start
+
     def sample(self, key: DrawKey, slot: int, most: torch.Tensor | None = None) -> torch.Tensor:
         low, high = self.law.ends(most)
         if key.progress is not None:
@@ -215,19 +219,11 @@ class Linear(Curriculum):
     def reach(self, most: Any = None) -> Any:
         return _at_least(self.law.reach(most), self._start[-1])
 
-    @property
-    def numbers(self) -> tuple[float | None, ...]:
-        return *self.law.numbers, *self._start
-
-    @property
-    def _start(self) -> tuple[float, ...]:
-        return tuple(self.start) if isinstance(self.start, Sequence) else (self.start,)
-
 
 @CURRICULA.register("step")
 @dataclass(frozen=True)
 class Step(Curriculum):
-    """True positions until p = `until`, integers being 0 and real numbers 1; then a law.
+    """True positions until p = `until`, which are an integer of 0 and a real number of 1; then a law.
 
     Args:
         law: any but a curriculum.
@@ -240,8 +236,7 @@ class Step(Curriculum):
     def __post_init__(self) -> None:
         if not isinstance(self.law, Law) or isinstance(self.law, Curriculum):
             raise ValueError(f"curriculum 'step': law must be one of {', '.join(LAWS)}, got {self.law!r}.")
-        if not 0 < self.until < 1:
-            raise ValueError(f"curriculum 'step': until must be in (0, 1), got {self.until!r}.")
+        require_number("curriculum 'step': until", self.until, below=1)
 
     def sample(self, key: DrawKey, slot: int, most: torch.Tensor | None = None) -> torch.Tensor:
         drawn = self.law.sample(key, slot, most)
@@ -276,6 +271,26 @@ def share_off(value: float | Law, other: float) -> float:
     return sum(each != other for each in values) / len(values)
 
 
+def require_integers(name: str, value: object, *, least: int, most: int) -> None:
+    """Raise ValueError unless `value` is an integer in [least, most], or a law of such."""
+    if not isinstance(value, int | Law):
+        raise ValueError(
+            f"{name} must be an integer or a law, such as Uniform(1, 4096), in a recipe {{law: uniform, high: 4096}}, "
+            f"got {value!r}."
+        )
+    for number in value.numbers if isinstance(value, Law) else (value,):
+        if number is not None:
+            require_integer(name, number, least=least, most=most)
+
+
+def require_factors(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a number above 0, or a law of such."""
+    for number in value.numbers if isinstance(value, Law) else (value,):
+        if number is None:
+            raise ValueError(f"{name} needs a law with a largest number, `high`, got {value!r}.")
+        require_number(name, number)
+
+
 def with_laws(options: dict[str, Any]) -> dict[str, Any]:
     """The options of a view with laws for the dictionaries that stand for them in a recipe.
 
@@ -292,22 +307,21 @@ def _law_of(options: dict[str, Any]) -> Law:
     given = {"law": "uniform", **options}
     name, curriculum = given.pop("law"), given.pop("curriculum", None)
     require_known("law", LAWS, name)
-    owner, own = f"law {name!r}", {}
-    if curriculum is not None:
-        require_known("curriculum", CURRICULA, curriculum)
-        names = [f.name for f in fields(CURRICULA[curriculum]) if f.name != "law"]
-        owner += f" with curriculum {curriculum!r}, which has {', '.join(names)}"
-        own = {option: given.pop(option) for option in names if option in given}
-    law: Law = from_options(LAWS[name], owner, given)
-    return law if curriculum is None else from_options(CURRICULA[curriculum], owner, {"law": law, **own})
+    if curriculum is None:
+        return from_options(LAWS[name], f"law {name!r}", given)
+    require_known("curriculum", CURRICULA, curriculum)
+    names = [f.name for f in fields(CURRICULA[curriculum]) if f.name != "law"]
+    owner = f"law {name!r} with curriculum {curriculum!r}, which has {', '.join(names)}"
+    own = {option: given.pop(option) for option in names if option in given}
+    return from_options(CURRICULA[curriculum], owner, {"law": from_options(LAWS[name], owner, given), **own})
 
 
-def _whole(end: End) -> bool:
+def _is_integer(end: End) -> bool:
     return isinstance(end, torch.Tensor) and not end.is_floating_point()
 
 
 def _moved(start: float, end: End, progress: torch.Tensor) -> End:
-    if _whole(end):
+    if _is_integer(end):
         return torch.lerp(torch.full_like(end, start).double(), end.double(), progress).long()
     return start + (end - start) * progress
 

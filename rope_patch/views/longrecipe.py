@@ -10,8 +10,7 @@ import torch
 from ..base import papers
 from ..base.draws import DrawKey
 from ..layout.documents import Documents
-from .base import VIEWS, Parameters, TrainingText
-from .options import require_ids, require_int
+from .base import VIEWS, Parameters, TrainingText, require_ids
 from .sentences import sentence_ends
 from .targeted import Targeted
 
@@ -24,21 +23,20 @@ _APART = 2**32  # more than any offset: documents do not mix when offsets are so
 class LongRecipe(Targeted):
     """r(t) = t for t < c, and t + u_j from there on, j the sentence of token t, in a document of n tokens.
 
-    A sentence ends with a token of `sentence_ends`. Of m sentences each has a draw from U{0 .. L - n}; they are sorted,
-    the smallest is dropped, and u_1 <= u_2 <= ... <= u_(m-1) are the others, with u_0 = 0 for the first sentence;
-    c ~ U{1 .. floor((n + 1) / 2)}, which may lie within a sentence. So the last index is at most L - 1, and from c on
-    positions only jump at borders of sentences.
+    A sentence ends with a token of `sentence_ends`. Each of m sentences has a draw from U{0 .. L - n}. They are sorted,
+    the smallest is dropped, and the others are u_1 <= u_2 <= ... <= u_(m-1), with u_0 = 0 for the first sentence.
+    c ~ U{1 .. floor((n + 1) / 2)} may lie within a sentence. So the last index is at most L - 1, and from c on
+    positions jump only between sentences.
 
     Args:
         target: L, in positions.
-        sentence_ends: token ids; `RopeSFTTrainer` takes those of its tokenizer if they are left out.
+        sentence_ends: token IDs; if left out, `RopeSFTTrainer` finds them in its tokenizer.
 
-    When: Take it to let positions jump at ends of sentences alone; PoSE had the lower loss here.
+    When: Take it to skip positions only between sentences. In our runs PoSE had the lower loss.
 
-    Source: LongRecipe, arXiv:2409.00509, and its code, which draws the places of m sentences among L - n + m
-        without repetition, puts the first one at 0 all the same, and keeps them for all epochs; how rarely two gaps are
-        equal is all that differs. Its selection of tokens is
-        not part of this view.
+    Source: LongRecipe, arXiv:2409.00509, and its code, which draws the places of m sentences among L - n + m without
+        repetition, sets the first one to 0, and keeps them for all epochs. The draws differ only in how rarely two gaps
+        are equal. The paper's selection of tokens is not part of this view.
     """
 
     target: int
@@ -49,10 +47,10 @@ class LongRecipe(Targeted):
     cites = (papers.LONGRECIPE,)
 
     def __post_init__(self) -> None:
-        require_int(self, "target", self.target, 2)
+        super().__post_init__()
         ends: object = self.sentence_ends
         if isinstance(ends, str) or not isinstance(ends, Sequence) or not ends or any(type(i) is not int for i in ends):
-            raise ValueError(f"view 'longrecipe': sentence_ends must be one or more token ids, got {ends!r}.")
+            raise ValueError(f"view 'longrecipe': sentence_ends must be a list of one or more token IDs, got {ends!r}.")
         object.__setattr__(self, "sentence_ends", tuple(sorted(set(self.sentence_ends))))
 
     @classmethod
@@ -62,14 +60,14 @@ class LongRecipe(Targeted):
         return {**options, "sentence_ends": sentence_ends(text.tokenizer)}, text.dataset
 
     def conditions(self) -> list[str]:
-        return [*super().conditions(), "sentence_ends must be within documents"]
+        return [*super().conditions(), "documents must contain sentence_ends"]
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        raise ValueError("view 'longrecipe' goes by tokens, not by lengths alone: use draw_for.")
+        raise ValueError("view 'longrecipe' reads tokens: use draw_for.")
 
     def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
         ids = require_ids(self, ids)
-        t, ordinal = t.expand(ids.shape), documents.ordinal.expand(ids.shape)
+        t, ordinal = t.expand(ids.shape), documents.ordinal.expand(ids.shape)  # [batch, seq_len]
         is_end = torch.isin(ids, torch.tensor(self.sentence_ends, device=ids.device))
         begins = torch.zeros_like(is_end)
         begins[:, 1:] = is_end[:, :-1]

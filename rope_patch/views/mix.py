@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ..base.draws import DrawKey
+from ..base.validators import require_number
 from ..layout.documents import Documents
 from .base import VIEWS, Parameters, View
-from .options import require_effect, require_share
-from .several import Several, as_view, parameters_of
-
-_SHARES_MAY_MISS = 1e-6  # of 1, by rounding
+from .several import Several, parameters_of
 
 
 @VIEWS.register("mix")
@@ -20,45 +18,38 @@ _SHARES_MAY_MISS = 1e-6  # of 1, by rounding
 class Mix(Several):
     """r(t) = v_k(t), with k drawn for each document, P(k = i) = shares[i].
 
-    Example: `Mix([Standard(), PoSE(target=65536, chunks=4)])` reads half of the documents at true positions and half
-    with gaps, so that one run holds what the model does near by and trains what it is to do far away.
+    Example: `Mix([Standard(), PoSE(target=65536, chunks=4)])` keeps half of the documents at true positions and skips
+    positions in the other half. One run then trains for a longer context window and preserves short text.
 
-    Which view a document takes is a draw of its own, independent of what the views draw.
+    The choice of the view is independent of what the views draw.
 
     Args:
-        views: at least two different views, "standard" among them if some documents are to stay as they are; in a
-            recipe a name, or `{view: pose, target: 65536}` for `PoSE(target=65536)`.
-        shares: probability of each, above 0, 1 in all; None gives all the same.
+        views: at least two different views; "standard" leaves documents as they are. In a recipe, a name, or
+            `{view: pose, target: 65536}` for `PoSE(target=65536)`.
+        shares: probability of each view, above 0, with sum 1; None gives all the same.
 
     When: Take it to keep a share of the documents at true positions, so that less is lost within the window.
 
-    Source: ours. LongReD (arXiv:2502.07365) and LongRoPE2 (arXiv:2502.20082) have rows of both kinds in one training,
-        as rows of two data sets.
+    Source: ours. LongReD (arXiv:2502.07365) and LongRoPE2 (arXiv:2502.20082) train on both kinds of rows in one run, as
+        rows of two data sets.
     """
 
     views: Sequence[View]
     shares: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.views, str | View) or not isinstance(self.views, Sequence) or len(self.views) < 2:
-            raise ValueError(f"view 'mix': views must be a list of at least two views, got {self.views!r}.")
-        # tuples are hashable, and safe from later changes by the caller
-        object.__setattr__(self, "views", tuple(as_view(entry, "mix") for entry in self.views))
-        if any(view.stands_alone for view in self.views):
-            raise ValueError(
-                "view 'mix': a view that differs by layer or rescales frequencies stands alone, as another mix does, "
-                "whose views this one may hold."
-            )
+        self._take_views(least=2)
         for i, view in enumerate(self.views):
-            require_effect(self, view not in self.views[:i], f"{view!r} is given twice: give it once, its share added.")
+            if view in self.views[:i]:
+                raise ValueError(f"view 'mix': {view!r} is given twice: give it once, with the sum of both shares.")
         n = len(self.views)
         shares: object = (1 / n,) * n if self.shares is None else self.shares
         if isinstance(shares, str) or not isinstance(shares, Sequence) or len(shares) != n:
             raise ValueError(f"view 'mix': shares must be a list of {n} numbers, one a view, or None, got {shares!r}.")
         for share in shares:
-            require_share(self, "each of shares", share)
-        if not math.isclose(sum(shares), 1, rel_tol=0, abs_tol=_SHARES_MAY_MISS):
-            raise ValueError(f"view 'mix': shares must be 1 in all, got {tuple(shares)}, which are {sum(shares):g}.")
+            require_number("view 'mix': each of shares", share, below=1)
+        if not math.isclose(sum(shares), 1, rel_tol=0, abs_tol=1e-6):
+            raise ValueError(f"view 'mix': shares must add up to 1, got {tuple(shares)} with sum {sum(shares):g}.")
         object.__setattr__(self, "shares", tuple(shares))
 
     @property

@@ -1,4 +1,4 @@
-"""No position information at all."""
+"""No positions."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A view in force in some layers, or drawn for each."""
+"""A view in some layers only, or drawn for each layer."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -10,22 +10,21 @@ from ..base import papers
 from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import TRUE_POSITIONS, VIEWS, Parameters, View
-from .options import require_effect
-from .several import as_view
+from .several import Several, as_part
 
-_MOST_LAYERS = 256
+_MOST_LAYERS = 256  # that get separate draws
 _HALVES = ("bottom", "top")
 
 
 @VIEWS.register("per-layer")
 @dataclass(frozen=True)
-class PerLayer(View):
+class PerLayer(Several):
     """r_l(t) = v(t) in some layers l and t in the others, or v drawn anew for each layer.
 
     Args:
         view: v; in a recipe `{view: posaug, alpha: 4}` stands for `PosAug(4)`.
-        layers: "bottom" or "top" half, the indices of layers, or "independent": all, with draws of their own. Layers
-            given by their indices are moved even where they are local, of the others only those that are not.
+        layers: "bottom" or "top" half, a list of layer indices, or "independent": all layers, each with a separate
+            draw. Layers with a sliding window stay at true positions unless the list names them.
 
     When: Take it to find out which layers need a view.
 
@@ -38,13 +37,7 @@ class PerLayer(View):
     cites = (papers.POSAUG,)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "view", as_view(self.view, "per-layer"))
-        if self.view.stands_alone:
-            raise ValueError(
-                "view 'per-layer': a view that differs by layer or rescales frequencies stands alone, and so does "
-                "'mix'."
-            )
-        require_effect(self, self.view.perturbs, f"{self.view!r} changes nothing in any layer: give another view.")
+        object.__setattr__(self, "view", as_part(self.view, "per-layer"))
         if isinstance(self.layers, Sequence) and not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(self.layers))
         indices = isinstance(self.layers, tuple) and all(type(i) is int and i >= 0 for i in self.layers)
@@ -55,11 +48,8 @@ class PerLayer(View):
         if self.layers == "independent":
             self._require_separate_draws()
 
-    def cited(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.cites, *self.view.cited())))
-
     def _require_separate_draws(self) -> None:
-        """Draws of several layers at once are only right where each stands for itself."""
+        """Raise unless `draw`, given a key for each of 3 layers, draws for each of them and nothing across them."""
         key = DrawKey(0, torch.tensor(0), torch.arange(2)[:, None], torch.arange(3)[:, None, None])
         try:
             shapes = {p.shape for p in self.view.draw(torch.full((2, 1), 8), key).values()}
@@ -68,41 +58,21 @@ class PerLayer(View):
         apart = {shape for shape in shapes if len(shape) == 3 and shape[0] == 3}
         if not apart or not shapes - apart <= {(), (1, 1), (2, 1)}:
             raise ValueError(
-                f"view 'per-layer': {self.view!r} draws nothing, or a table, and so cannot be drawn for each layer: "
+                f"view 'per-layer': {self.view!r} draws nothing, or a table, so it cannot be drawn for each layer: "
                 "name the layers."
             )
 
     @property
-    def follows_progress(self) -> bool:
-        return bool(self.view.follows_progress)
-
-    @property
-    def draws_by_forward(self) -> bool:
-        return bool(self.view.draws_by_forward)
-
-    @property
-    def reads_tokens(self) -> bool:
-        return bool(self.view.reads_tokens)
+    def views(self) -> Sequence[View]:  # type: ignore[override]
+        return (self.view,)
 
     @property
     def layerwise(self) -> bool:
         return True
 
-    def check_run(self, args: Any) -> None:
-        self.view.check_run(args)
-
-    def check_length(self, length: int) -> None:
-        self.view.check_length(length)
-
-    def conditions(self) -> list[str]:
-        return list(self.view.conditions())
-
-    def targets(self) -> list[tuple[str, int]]:
-        return list(self.view.targets())
-
     def reach(self, length: int, last: int | None = None) -> int | None:
         moved = self.view.reach(length, last)
-        others = length - 1 if last is None else last  # of layers that keep true positions
+        others = length - 1 if last is None else last  # layers at true positions
         return moved if moved is None or self.layers == "independent" else max(moved, others)
 
     @property
@@ -110,22 +80,15 @@ class PerLayer(View):
         return not isinstance(self.layers, str)
 
     def check_layers(self, n_layers: int, local: Collection[int] = ()) -> None:
-        if self.layers == "independent" and n_layers > _MOST_LAYERS:
-            raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers are drawn apart, got {n_layers}.")
-        if self.layers == "bottom" and n_layers == 1:
-            raise ValueError("view 'per-layer': a model of one layer has no bottom half: name layers=[0].")
         if not isinstance(self.layers, str) and max(self.layers) >= n_layers:
             raise ValueError(
                 f"view 'per-layer': layers must be below {n_layers}, those of this model, got {max(self.layers)}."
             )
         if not self.names_layers and set(self._moved_layers(n_layers)) <= set(local):
             raise ValueError(
-                f"view 'per-layer': layers={self.layers!r} would change nothing, as all of them are local layers of "
-                f"this model, which stay at true positions: name others, or these by index."
+                f"view 'per-layer': layers={self.layers!r} would change nothing: it leaves no layers but local ones, "
+                "which stay at true positions. List layers by index."
             )
-
-    def can_change(self, length: torch.Tensor) -> torch.Tensor:
-        return self.view.can_change(length)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return self.view.draw(length, self._own(key))
@@ -134,7 +97,7 @@ class PerLayer(View):
         return self.view.draw_for(ids, t, documents, self._own(key))
 
     def _own(self, key: DrawKey) -> DrawKey:
-        """The key of each layer, if layers draw apart."""
+        """The key of each layer, [layers, 1, 1], if layers get separate draws."""
         if self.layers != "independent":
             return key
         streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.device)
@@ -149,10 +112,6 @@ class PerLayer(View):
         return [(chosen, self.view, parameters), (others, VIEWS[TRUE_POSITIONS](), {})]
 
     def _moved_layers(self, n_layers: int) -> list[int]:
-        """The layers in which the view is in force, in order."""
         half = n_layers // 2
         named = {"bottom": range(half), "top": range(half, n_layers), "independent": range(n_layers)}
         return sorted(set(named[self.layers] if isinstance(self.layers, str) else self.layers))
-
-    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        raise NotImplementedError("positions differ by layer: use layer_groups")

@@ -6,11 +6,11 @@ import torch
 
 from ..base import papers
 from ..base.draws import DrawKey, between
+from ..base.validators import require_integer
 from .base import VIEWS, Parameters
-from .options import require_int
 from .targeted import Targeted
 
-_OFFSETS, _CONTENT = 64, 128  # first slots of the draws of each kind
+_OFFSETS, _CONTENT = 64, 128  # first slots of the draws of positions and of content
 
 
 @VIEWS.register("pose")
@@ -18,21 +18,21 @@ _OFFSETS, _CONTENT = 64, 128  # first slots of the draws of each kind
 class PoSE(Targeted):
     """r(t) = t + u_i for the tokens of chunk i of a document of n tokens, u_0 = 0, u_i ~ U{u_(i-1) .. L - n}.
 
-    With two chunks the first has c ~ U{1 .. floor((n + 1) / 2)} tokens; with more, their borders are drawn from
-    1 .. n - 1. Everything is drawn anew for each document in each step, so in each epoch too.
+    With two chunks, the first one has c ~ U{1 .. floor((n + 1) / 2)} tokens; with more, borders are drawn from
+    1 .. n - 1. Everything is drawn anew for each document in each step.
 
-    Documents of more than `window` tokens are first cut to it by `cut`, which trainers call: chunk i then holds tokens
-    t + v_i, v_0 = 0, v_i ~ U{v_(i-1) .. length - window}. It goes with a rescaling of factor L / window.
+    Trainers first shorten documents of more than `window` tokens (`cut`): chunk i then has the tokens t + v_i, v_0 = 0,
+    v_i ~ U{v_(i-1) .. length - window}. The paper uses a RoPE scaling of factor L / window.
 
     Args:
         target: L, in positions.
-        window: tokens of a document that are kept; None keeps all of them.
-        chunks: N, at least 2.
+        window: number of tokens of a document to keep; None keeps all.
+        chunks: number of chunks, at least 2.
 
     When: Take it for the lowest loss at targets far longer than the rows that fit in memory; answers within the window
-        are lost.
+        get worse.
 
-    Source: PoSE, arXiv:2309.10400; its code, where v and u are drawn once for all epochs.
+    Source: PoSE, arXiv:2309.10400; its code draws v and u once for all epochs.
     """
 
     target: int
@@ -42,18 +42,20 @@ class PoSE(Targeted):
     cites = (papers.POSE,)
 
     def __post_init__(self) -> None:
-        require_int(self, "target", self.target, 2)
-        require_int(self, "window", self.window, 2)
-        require_int(self, "chunks", self.chunks, 2, _OFFSETS)
-        if self.window is not None and self.window > self.target:
-            raise ValueError(f"view 'pose': window must not exceed target={self.target}, got {self.window}.")
+        super().__post_init__()
+        require_integer("view 'pose': chunks", self.chunks, least=2, most=_OFFSETS)
+        if self.window is not None:
+            require_integer("view 'pose': window", self.window, least=2)
+            if self.window > self.target:
+                raise ValueError(f"view 'pose': window must not exceed target={self.target}, got {self.window}.")
 
     def check_length(self, length: int) -> None:
         super().check_length(length)
         if self.window is not None and length > self.window:
             raise ValueError(
-                f"view 'pose': documents of {length} tokens must be cut to window={self.window} first, which "
-                "RopeSFTTrainer does where the view stands alone; elsewhere take `cut`, or leave out window."
+                f"view 'pose': documents of {length} tokens must first be shortened to window={self.window}. "
+                "RopeSFTTrainer does so unless the view is part of another view; elsewhere call `cut`, or leave out "
+                "window."
             )
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
@@ -64,10 +66,7 @@ class PoSE(Targeted):
     def _drawn(
         self, length: torch.Tensor, farthest: torch.Tensor, key: DrawKey, slot: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Of the chunks 1, 2, ... of documents of `length` tokens the first token, and by how much each is moved.
-
-        By `farthest` at most, drawn from the slots behind `slot`.
-        """
+        """First token and offset, `farthest` at most, of chunks 1, 2, ..., from the random numbers after `slot`."""
         n = self.chunks - 1
         words = key.words(range(n), range(slot + 1, slot + 1 + n))
         last = (length + 1) // 2 if n == 1 else length - 1

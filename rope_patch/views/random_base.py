@@ -8,8 +8,7 @@ from ..base import papers
 from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import VIEWS, Parameters, View
-from .laws import Law, Uniform, sample, share_off
-from .options import require_factors
+from .laws import Law, Uniform, require_factors, sample, share_off
 
 
 @VIEWS.register("random-base")
@@ -17,11 +16,10 @@ from .options import require_factors
 class RandomBase(View):
     """r(t) = t, with the base B = c B_0, c drawn once for each optimizer step.
 
-    Each frequency theta_j of the RoPE parameters in force, j = 0 .. d/2 - 1, is multiplied by c^(-2j / d), which is
-    what another base does to B_0^(-2j / d).
+    Each frequency theta_j = B_0^(-2j / d), j = 0 .. d/2 - 1, is multiplied by c^(-2j / d).
 
     Args:
-        factor: c, above 0, or its law. The paper does not say which it takes.
+        factor: c, above 0, or its law. The paper does not name its law.
 
     When: Take it as an ablation of PosAug.
 
@@ -33,7 +31,7 @@ class RandomBase(View):
     cites = (papers.POSAUG,)
 
     def __post_init__(self) -> None:
-        require_factors(self, "factor", self.factor)
+        require_factors("view 'random-base': factor", self.factor)
 
     @property
     def rescales(self) -> bool:
@@ -43,7 +41,7 @@ class RandomBase(View):
         return {"base_factor": sample(self.factor, key.per_step(), 0)}
 
     def affected_from(self, t: torch.Tensor, documents: Documents, parameters: Parameters) -> torch.Tensor:
-        # angles, not indices, are others than the true ones
+        # indices stay, angles change
         return torch.where(parameters["base_factor"] != 1, 1, documents.length)
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:

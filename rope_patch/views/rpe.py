@@ -7,8 +7,8 @@ import torch
 
 from ..base import papers
 from ..base.draws import DrawKey
-from .base import VIEWS, Parameters, View
-from .options import require_choice, require_int
+from ..base.validators import require_choice, require_integer
+from .base import MAX_INDEX, VIEWS, Parameters, View
 
 Granularity = Literal["step", "sample"]
 
@@ -18,18 +18,17 @@ Granularity = Literal["step", "sample"]
 class RPE(View):
     """r(t) = the t-th smallest of L different integers, drawn uniformly from {0..max_index-1}, for L tokens.
 
-    They are the first L of all integers in a random order, so that they depend on the document's own length alone, and
-    not on what else is in the batch. Tokens that are decoded behind the L tokens follow on one by one.
+    They are the first L of all integers in a random order, so they depend on the document's length alone and not on the
+    rest of the batch. Tokens that are decoded after the L tokens follow one by one.
 
     Args:
-        max_index: L_max, in positions; more than the tokens of documents, or there is nothing to choose.
-        granularity: what shares an order of the integers: a "step", in which documents of equal length have equal
-            indices, or a "sample", that is, a document.
+        max_index: L_max, in positions, above the number of tokens of documents.
+        granularity: which documents share the random order: those of a "step", where documents of equal length get
+            equal indices, or none ("sample").
 
     When: Take it as the baseline that PosAug is compared with.
 
-    Source: randomized positional encodings, arXiv:2305.16843, as PosAug compares itself with; its L_max are 16384 and
-        32768.
+    Source: randomized positional encodings, arXiv:2305.16843; PosAug compares itself with L_max of 16384 and 32768.
     """
 
     max_index: int = 16384
@@ -38,8 +37,8 @@ class RPE(View):
     cites = (papers.RANDOMIZED_POSITIONS,)
 
     def __post_init__(self) -> None:
-        require_int(self, "max_index", self.max_index, 2)
-        require_choice(self, "granularity", self.granularity, get_args(Granularity))
+        require_integer("view 'rpe': max_index", self.max_index, least=2, most=MAX_INDEX)
+        require_choice("view 'rpe': granularity", self.granularity, get_args(Granularity))
 
     def check_length(self, length: int) -> None:
         if length > self.max_index:
@@ -68,14 +67,14 @@ class RPE(View):
             sample = samples[:, None]
             tokens = torch.zeros_like(sample).index_put_((which.flatten(),), length.reshape(-1, 1))
         draw_key = key.per_step() if self.granularity == "step" else replace(key, sample=sample)
-        # one number an integer, by which all are put in order: every set of the first ones is as likely
+        # sort the integers by random numbers: all sets of the first L are equally likely
         order = draw_key.uniform(slot=slots).sort(dim=-1, stable=True).indices
         rank = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))
         table = torch.where(rank < tokens, slots, self.max_index).sort(-1).values
         return {"_table": table.flatten(), "_begin": which * self.max_index, "_length": length}
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        # true up to t are samples that begin with t + 1 integers in a row: C(N - t, L - t) of all C(N, L)
+        # unchanged up to t are samples whose first t + 1 integers are consecutive: C(N - t, L - t) of all C(N, L)
         n, t = length.double(), t.double()
         longest = torch.full_like(n, self.max_index)
         true = torch.lgamma(n + 1) - torch.lgamma(n - t + 1) + torch.lgamma(longest - t + 1) - torch.lgamma(longest + 1)

@@ -1,4 +1,4 @@
-"""Where sentences end, for `view="longrecipe"`."""
+"""Tokens that end sentences, for view 'longrecipe'."""
 
 import re
 from typing import Any
@@ -7,16 +7,16 @@ _END = re.compile(r"""\s*[.?!…。？！]+["'”’)\]]*\s*|[ \t]*[\r\n]\s*""")
 
 
 def sentence_ends(tokenizer: Any) -> list[int]:
-    """Ids of the tokens that are a closing mark, maybe with quotes and brackets behind it, or a line break alone.
+    """IDs of the tokens that are a closing mark, with or without quotes and brackets after it, or only a line break.
 
-    Words that hold a mark, such as "3.1", are none. LongRecipe's code names five of Llama 3: ".", "?", "!", a line
-    break and a full stop before one; those are among them.
+    Tokens with a mark inside, such as "3.1", do not count. LongRecipe's code lists five tokens of Llama 3: ".", "?",
+    "!", a line break, and a full stop with a line break. They are included.
 
     Args:
         tokenizer: of Transformers.
 
     Raises:
-        ValueError: the tokenizer has none.
+        ValueError: the tokenizer has no such token.
 
     Source: LongRecipe, arXiv:2409.00509, for the use; the rule is ours.
     """
@@ -25,7 +25,7 @@ def sentence_ends(tokenizer: Any) -> list[int]:
     ends = [i for i, text in enumerate(texts) if i not in special and _END.fullmatch(text)]
     if not ends:
         raise ValueError(
-            "view 'longrecipe' finds no token that ends sentences in this tokenizer: name them, "
+            "view 'longrecipe' finds no token that ends a sentence in this tokenizer: pass token IDs, "
             "view_args={'target': ..., 'sentence_ends': [...]}."
         )
     return ends

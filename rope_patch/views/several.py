@@ -1,4 +1,4 @@
-"""What views that are made of several others have in common."""
+"""Base of views that are made of several views."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +12,17 @@ from .by_name import resolve_view
 
 
 class Several(View):
-    """Base of views that hold others as `views`, each of which draws from a stream of its own.
-
-    Parameters of the i-th view are named `i.NAME`.
-    """
+    """Base of views that hold `views`. Each of them draws from a separate stream; its parameters are named `i.NAME`."""
 
     views: Sequence[View]
+
+    def _take_views(self, least: int) -> None:
+        """Check `views` and make them a tuple, which is hashable and safe from later changes by the caller."""
+        if isinstance(self.views, str | View) or not isinstance(self.views, Sequence) or len(self.views) < least:
+            raise ValueError(
+                f"view {self.name!r}: views must be a list of views, at least {least}, got {self.views!r}."
+            )
+        object.__setattr__(self, "views", tuple(as_part(entry, self.name) for entry in self.views))
 
     @property
     def follows_progress(self) -> bool:
@@ -32,7 +37,7 @@ class Several(View):
         return any(view.reads_tokens for view in self.views)
 
     def cited(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(paper for view in self.views for paper in view.cited()))
+        return tuple(dict.fromkeys((*self.cites, *(paper for view in self.views for paper in view.cited()))))
 
     def check_run(self, args: Any) -> None:
         for view in self.views:
@@ -67,19 +72,24 @@ class Several(View):
 
 
 def parameters_of(parameters: Parameters, i: int) -> Parameters:
-    """Those of the i-th view."""
+    """The parameters of the i-th view."""
     return {name.partition(".")[2]: v for name, v in parameters.items() if name.partition(".")[0] == str(i)}
 
 
-def as_view(entry: object, owner: str) -> View:
-    """The view itself, or the one that a name or a recipe's dictionary stands for."""
+def as_part(entry: object, owner: str) -> View:
+    """A view that can be part of view `owner`, from a view, a name or a recipe's dictionary."""
     if isinstance(entry, str):
-        return resolve_view(entry)
-    if isinstance(entry, dict) and "view" in entry:
-        return resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
+        entry = resolve_view(entry)
+    elif isinstance(entry, dict) and "view" in entry:
+        entry = resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
     if not isinstance(entry, View):
         raise ValueError(
             f"view {owner!r} takes views such as Skip(split=512), in a recipe {{view: skip, split: 512}} or a name, "
             f"got {entry!r}."
+        )
+    if entry.stands_alone:
+        raise ValueError(
+            f"view {owner!r}: a view that differs by layer, rescales frequencies or mixes views cannot be part of "
+            f"another view, got {entry!r}."
         )
     return entry

@@ -7,24 +7,22 @@ import torch
 from ..base import papers
 from ..base.draws import DrawKey
 from .base import MAX_INDEX, VIEWS, Parameters, View
-from .laws import Law, Uniform, reach, sample
-from .options import require_indexable, require_integers
+from .laws import Law, Uniform, reach, require_integers, sample
 
 
 @VIEWS.register("skip")
 @dataclass(frozen=True)
 class Skip(View):
-    """r(t) = t for t < split and t + skip from there on: the suffix is read as if far behind the prefix.
+    """r(t) = t for t < split and t + skip from there on: the suffix is far from the prefix.
 
-    A law is drawn from anew for each document of L tokens, the two options independently.
+    Both options are drawn anew for each document of L tokens, independently.
 
     Args:
-        split: s, in tokens, below L, by default one of 0 .. L - 1; at 0 the whole document would move, which RoPE does
-            not see.
-        skip: y, in positions, by default one of 1 .. L, others e.g. by LogUniform(1, 65536), in a recipe
-            `{law: log-uniform, high: 65536}`; negative ones move the suffix back over the prefix.
+        split: s, in tokens, below L, by default from U{0 .. L - 1}; 0 moves the whole document, which changes nothing.
+        skip: y, in positions, by default from U{1 .. L}. Longer ones e.g. by LogUniform(1, 65536), in a recipe
+            `{law: log-uniform, high: 65536}`; a negative skip moves the suffix back over the prefix.
 
-    When: Take it first: short rows then show distances far beyond their own length.
+    When: Take it first: short rows then train distances far beyond their length.
 
     Source: RPSD, arXiv:2604.14339, the skip view q(s, y); other laws than the uniform one, and curricula, are ours.
     """
@@ -35,8 +33,8 @@ class Skip(View):
     cites = (papers.RPSD,)
 
     def __post_init__(self) -> None:
-        require_integers(self, "split", self.split, 0)
-        require_integers(self, "skip", self.skip, -MAX_INDEX)
+        require_integers("view 'skip': split", self.split, least=0, most=MAX_INDEX)
+        require_integers("view 'skip': skip", self.skip, least=-MAX_INDEX, most=MAX_INDEX)
 
     def check_length(self, length: int) -> None:
         if isinstance(self.split, int) and self.split >= length:
@@ -44,7 +42,7 @@ class Skip(View):
                 f"view 'skip': split must be below the number of tokens in the sequence, got split={self.split} for "
                 f"{length} tokens. Use a smaller split, or leave it out to draw one within each document."
             )
-        require_indexable(self, self.reach(length))
+        super().check_length(length)
 
     def reach(self, length: int, last: int | None = None) -> int:
         return (length - 1 if last is None else last) + max(reach(self.skip, length), 0)

@@ -15,6 +15,7 @@ from support.tiny import WINDOW, tokens
 from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch.base.family_table import FAMILIES
 from rope_patch.families.attention_calls import sliding_window, watched_attention
 from rope_patch.families.capabilities import why_not_relative
 from rope_patch.forward.cache_arguments import cache_argument, returned_cache
@@ -28,6 +29,7 @@ from rope_patch.losses import (
     ViewConsistency,
     ViewRequest,
 )
+from rope_patch.patch import view_source
 from rope_patch.rope.rotary import find_causal_lm, find_decoder
 from rope_patch.views import Skip, View
 
@@ -39,6 +41,17 @@ RESCALINGS = {
     "abf": {"theta": 3e6},
 }
 every_family = pytest.mark.parametrize("family", families())
+
+
+def half_of_families(parity):
+    """Every second family and all that the table of families names; the others in slow tests."""
+    return pytest.mark.parametrize(
+        "family",
+        [
+            family if i % 2 == parity or family in FAMILIES else pytest.param(family, marks=pytest.mark.slow)
+            for i, family in enumerate(families())
+        ],
+    )
 
 
 @contextmanager
@@ -182,9 +195,9 @@ def reloaded(model, folder, ids):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"),
-    [pytest.param(family, method, id=f"{family}-{method}") for family in families() for method in RESCALINGS],
+    "method", ["yarn", *(pytest.param(method, marks=pytest.mark.slow) for method in ("pi", "abf"))]
 )
+@every_family
 @torch.no_grad()
 def test_rescaling(model, method, tmp_path, record_property):
     if model is None:
@@ -204,7 +217,7 @@ def test_rescaling(model, method, tmp_path, record_property):
     assert torch.equal(logits(model, ids), plain), "the model is not as it was"
 
 
-@every_family
+@half_of_families(0)
 @torch.no_grad()
 def test_decoding(model, record_property):
     """With a cache, under indices of 3 t, as without one; whatever kind of layer comes first."""
@@ -235,7 +248,7 @@ def test_decoding(model, record_property):
                 model(ids[:, :1], position_ids=torch.full((2, 1), N), **cache_argument(model, cache))
 
 
-@every_family
+@half_of_families(1)
 @torch.no_grad()
 def test_native_rope(model, record_property):
     if model is None:
@@ -257,7 +270,7 @@ def test_native_rope(model, record_property):
     assert torch.equal(logits(model, ids), seen)
 
 
-@every_family
+@half_of_families(0)
 @torch.no_grad()
 def test_capture(model, record_property):
     if not takes_views(model, record_property):
@@ -291,11 +304,12 @@ def test_capture(model, record_property):
         assert max(changes) > 1e-3, "what is captured is not after RoPE"
 
 
-@every_family
+@half_of_families(1)
 def test_relation_distillation(model, record_property):
     if not takes_views(model, record_property):
         return
     model, ids = patch_model(model.train(), VIEW), tokens(2, N)
+    view_source(model).clock.set(0, 0)  # else the first forward looks for an optimizer, through all objects
     teacher = CopiedTeacher(model)
     with described(model, "relation distillation", record_property):
         distiller = RelationDistiller(model, RelationTargets(), teacher)
@@ -322,7 +336,7 @@ def distilled(model, ids, one_pass):
     return request, gradients(model)
 
 
-@every_family
+@half_of_families(0)
 def test_self_distillation(model, record_property):
     if not takes_views(model, record_property):
         return
@@ -350,7 +364,7 @@ def test_self_distillation(model, record_property):
             assert 0 < max(g.abs().max() for g in actual.values()) < float("inf")
 
 
-@every_family
+@half_of_families(1)
 def test_checkpointing(model, record_property):
     if not takes_views(model, record_property):
         return

@@ -1,7 +1,8 @@
 """Family x attention implementation x batch kind: every cell against the float64 oracle. docs/composition.md shows it.
 
 Each cell runs one batch under a fixed skip and compares the logits of all real tokens with an oracle that gets the RoPE
-indices and the visibility of that batch written out by hand. test_views_matrix.py goes through the views.
+indices and the visibility of that batch written out by hand. test_views_matrix.py goes through the views. Fast tests
+hold each pair of family and kind under one attention implementation.
 """
 
 import itertools
@@ -16,8 +17,11 @@ pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
 
 ATTENTION = ["eager", "sdpa", "flex_attention", "flash_attention_2"]
 CELLS = [
-    pytest.param(family, attention, batch, id=f"{family}-{attention}-{batch}")
-    for family, batch, attention in itertools.product(FAMILIES, cells.KINDS, ATTENTION)
+    pytest.param(family, attention, batch, id=f"{family}-{attention}-{batch}", marks=[pytest.mark.slow] * (not fast))
+    for (i, family), (j, batch), (k, attention) in itertools.product(
+        enumerate(FAMILIES), enumerate(cells.KINDS), enumerate(ATTENTION)
+    )
+    for fast in [(i + j) % len(ATTENTION) == k]
 ]
 
 

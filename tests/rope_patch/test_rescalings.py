@@ -55,9 +55,13 @@ def lines_to_add(cls, name):
     )
 
 
+def with_a_family(*families):
+    """Every rescaling, each with one of the families in turn."""
+    return [(families[i % len(families)], method) for i, method in enumerate(CASES)]
+
+
 @pytest.mark.parametrize("seq_len", [L, WINDOW + 20], ids=["inside", "beyond"])
-@pytest.mark.parametrize("method", CASES)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(("family", "method"), with_a_family("llama", "qwen3", "mistral"))
 @torch.no_grad()
 def test_logits_are_those_of_the_formula(family, method, seq_len):
     model = patch_model(tiny(family, dtype=torch.float64), method, **CASES[method].options)
@@ -68,8 +72,7 @@ def test_logits_are_those_of_the_formula(family, method, seq_len):
     torch.testing.assert_close(model(ids).logits, right, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", CASES)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "mistral-sliding"])
+@pytest.mark.parametrize(("family", "method"), with_a_family("llama", "qwen2", "qwen3", "mistral", "mistral-sliding"))
 @torch.no_grad()
 def test_reload_gives_the_same_bits(family, method, tmp_path):
     model = patch_model(tiny(family), method, **CASES[method].options)
@@ -258,7 +261,7 @@ def test_a_patch_heals_a_model_that_was_cast_before():
 
 def exact_in_bfloat16():
     """A model whose weights a cast down and up again does not move, so that its frequencies alone may differ."""
-    model = tiny()
+    model = tiny(num_hidden_layers=1)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     return model
@@ -379,7 +382,7 @@ NTK_FACTOR = r"factor \(2 \* target window / trained window\) must be .* at leas
         ("skip", {"when": "eval"}, "when must be one of \\('train', 'always'\\), got 'eval'."),
         (3, {}, "Unknown method 3. Known:"),
         ("YaRN", {}, "Unknown method 'YaRN'. Did you mean 'yarn'\\?"),
-        ("cream", {"target": 64, "sigma": "5"}, "view 'cream': sigma must be a finite number above 0, from .* got '5'"),
+        ("cream", {"target": 64, "sigma": "5"}, "view 'cream': sigma must be a number above 0, got '5'"),
         ("pi", {"factor": 0}, "rescaling 'pi': factor .* must be a number of at least 1, got 0."),
         ("pi", {"factor": -2.0}, "factor .* must be a number of at least 1"),
         ("pi", {"factor": "4"}, "factor .* must be a number of at least 1, got '4'."),

@@ -212,13 +212,13 @@ def test_the_first_changed_token_is_that_of_the_definition(name, data, documents
 @few
 @given(data=st.data())
 def test_a_document_that_no_draw_can_change_is_known(name, data):
-    """And the other way round: of 300 draws for one that can be changed some do; all tokens end sentences and cues."""
+    """And the other way round: of 125 draws for one that can be changed some do; all tokens end sentences and cues."""
     view = data.draw(REGISTERED[name])
     length = data.draw(st.integers(1, LONGEST))
     assume(fits(view, [[PAD] * length]))
     can = view.can_change(torch.tensor([length]))
     assert can.dtype == torch.bool and can.shape == (1,)
-    draws = [moved(view, [[PAD] * length] * 10, "packed", step)[1] for step in range(10)]
+    draws = [moved(view, [[PAD] * length] * 25, "packed", step)[1] for step in range(5)]
     some = any(s < length for first in draws for s in first)
     assert not some or can.item()
     if view.name not in ("compose", "per-layer", "endprompt", "mix"):  # which may cancel, or look for another cue
@@ -262,7 +262,7 @@ VARIED = [[PAD] * 200, [4, 5, PAD, 6, PAD] * 18, [4] * 50 + [5, PAD, PAD], [4] *
 
 def draws_of(view):
     """Index rows at several steps and points of training, of documents of several lengths and ends."""
-    return [moved(view, VARIED, "packed", step, p, 5 * step) for step in range(4) for p in (0.1, 0.4, 0.6, 0.9)]
+    return [moved(view, VARIED, "packed", step, p, 5 * step) for step in range(4) for p in (0.1, 0.4, 0.9)]
 
 
 @each_view
@@ -305,26 +305,21 @@ def test_every_option_that_is_accepted_changes_what_is_drawn(name, data):
     ids=str,
 )
 def test_how_often_a_token_lies_behind_the_first_changed_one(view):
-    n, steps, apart = 9, 200, 40
-    length = torch.full((apart, 1), n)
-    documents = Documents(torch.zeros_like(length), length, torch.arange(apart)[:, None])
-    t = torch.arange(n)[None]
-    behind = torch.zeros(n, dtype=torch.float64)
-    for step in range(steps):
-        key = DrawKey(1, torch.tensor(step), documents.ordinal)
-        first = view.affected_from(t, documents, view.draw(length, key))
-        behind += (t >= first).double().mean(0)
+    n, samples = 9, 4000
+    length, ordinal = torch.full((samples, 1), n), torch.arange(samples)[:, None]
+    documents, t = Documents(torch.zeros_like(length), length, ordinal), torch.arange(n)[None]
+    key = DrawKey(1, ordinal, ordinal)  # each document in a step of its own, whose draws its documents may share
+    behind = (t >= view.affected_from(t, documents, view.draw(length, key))).double().mean(0)
     share = view.affected_share(t, torch.tensor([[n]]))[0]
-    # draws of a step may be shared by its documents
-    assert (behind / steps - share).abs().max() < 4.5 * math.sqrt(0.25 / steps)
+    assert (behind - share).abs().max() < 4.5 * math.sqrt(0.25 / samples)
 
 
 def test_rpe_is_as_likely_whatever_shares_the_step():
     """Short documents reach all of the range, and those of one length share a step's sample."""
-    view, counts = RPE(max_index=20), torch.zeros(20)
-    for step in range(800):
-        index, _, _ = moved(view, [[4] * 5, [4] * 14, [4] * 5], "packed", step)
-        assert index[0] == index[2]
-        batch, _ = laid_out([[4] * 5, [4] * 14], "right")
-        counts[bound(view, batch, step=step)(torch.arange(16)[None])[0, :5]] += 1
-    assert (counts / 800 - 5 / 20).abs().max() < 4.5 * math.sqrt(0.25 * 0.75 / 800)
+    view, steps = RPE(max_index=20), 2000
+    length = torch.tensor([[5], [14], [5]]).repeat(steps, 1)
+    step, ordinal = torch.arange(steps).repeat_interleave(3)[:, None], torch.arange(3).repeat(steps)[:, None]
+    index = view.rope_index(torch.arange(5)[None], view.draw(length, DrawKey(11, step, ordinal))).view(steps, 3, 5)
+    assert torch.equal(index[:, 0], index[:, 2]) and not torch.equal(index[:, 0], index[:, 1])
+    share = index[:, 0].flatten().bincount(minlength=20) / steps
+    assert (share - 5 / 20).abs().max() < 4.5 * math.sqrt(0.25 * 0.75 / steps)

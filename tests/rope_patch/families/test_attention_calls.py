@@ -95,7 +95,7 @@ def test_an_entry_that_somebody_else_writes_meanwhile_stays(monkeypatch):
 
 def test_a_compiled_model_meets_watches_that_come_and_go():
     torch._dynamo.reset()
-    model, ids = tiny(), tokens(1, 9)
+    model, ids = tiny(num_hidden_layers=1), tokens(1, 9)
     plain = logits(model, ids)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
 

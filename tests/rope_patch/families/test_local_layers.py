@@ -268,7 +268,7 @@ def test_layers_that_are_named_are_moved_even_where_they_are_local():
     for layers, moved in (((0,), [0]), ((0, 1), [0, 1]), ("bottom", None), ("top", [1])):
         view = PerLayer(VIEW, layers)
         if moved is None:
-            with pytest.raises(ValueError, match="layers='bottom' would change nothing, as all of them are local"):
+            with pytest.raises(ValueError, match="layers='bottom' would change nothing: it leaves no layers but local"):
                 patch_model(model, view)
             continue
         with moved_by_hand(model, moved):

@@ -145,7 +145,9 @@ def named_origin(card):
     return block.get(ORIGIN) or keys[ORIGIN]
 
 
-@pytest.mark.parametrize("times", [1, 2], ids=["same factor", "twice"])
+@pytest.mark.parametrize(
+    "times", [pytest.param(1, marks=pytest.mark.slow, id="same factor"), pytest.param(2, id="twice")]
+)
 @pytest.mark.parametrize("card", AGAIN)
 def test_rescaling_anew_is_the_card_with_another_factor(card, times, tmp_path):
     method, options = AGAIN[card]
@@ -208,7 +210,8 @@ def test_a_rescaling_of_another_type_is_the_card_with_another_block_or_is_refuse
     n = next(iter(find_decoder(built(card)).rotary_emb.buffers())).numel()
     native = keys.get("rope_parameters") or keys["rope_scaling"] or {}
     window, origin = keys["max_position_embeddings"], native.get(ORIGIN) or keys.get(ORIGIN)
-    for method in set(BLOCKS) - {AGAIN.get(card, ("", {}))[0]}:
+    others = set(BLOCKS) - {AGAIN.get(card, ("", {}))[0]}
+    for method in others:
         block = BLOCKS[method](origin or window, n)
         names = {field.name for field in fields(RESCALINGS[method])}
         options = {"theta": 3e6} if method == "abf" else {k: v for k, v in block.items() if k in names}
@@ -227,8 +230,9 @@ def test_a_rescaling_of_another_type_is_the_card_with_another_block_or_is_refuse
         right = built(card, **edits, window=round(reach.get(method, FAR * (origin or window))))
         model = patch_model(built(card), method, **options)
         assert differ(logits(model), logits(right)) < 1e-5, method
-        model.save_pretrained(tmp_path / method)
-        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / method)), logits(model)), method
+        if method == max(others & takes):
+            model.save_pretrained(tmp_path)
+            assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
 def test_another_window_than_the_one_that_queries_are_scaled_by_is_refused():

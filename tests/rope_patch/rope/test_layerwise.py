@@ -37,9 +37,17 @@ def alphas_of(model):
     return [alphas[i] for i in range(len(alphas))]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("layers", ["bottom", "top", "independent", (0, 3)])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "layers", "checkpointing"),
+    [
+        ("llama", "bottom", True),
+        ("llama", "independent", False),
+        ("qwen3", "top", False),
+        ("qwen3", (0, 3), True),
+        ("mistral", "independent", True),
+        ("mistral", (0, 3), False),
+    ],
+)
 def test_logits_and_gradients_are_those_of_a_loop_by_hand(family, layers, checkpointing):
     ids = tokens(2, L)
     plain = tiny(family, dtype=torch.float64, num_hidden_layers=5).train()
@@ -124,17 +132,17 @@ def test_what_cannot_be_by_layer_is_refused():
         PerLayer(PosAug(), "middle")
     with pytest.raises(ValueError, match="draws nothing, or a table"):
         PerLayer(RPE())
-    with pytest.raises(ValueError, match="Standard\\(\\) changes nothing in any layer"):
+    with pytest.raises(ValueError, match="draws nothing, or a table"):
         PerLayer(Standard())
     with pytest.raises(ValueError, match="layers must be one of .* or indices, got 3"):
         PerLayer(PosAug(), 3)
-    with pytest.raises(ValueError, match="a model of one layer has no bottom half"):
+    with pytest.raises(ValueError, match="layers='bottom' would change nothing"):
         patch_model(tiny(num_hidden_layers=1), PerLayer(PosAug(), "bottom"))
-    with pytest.raises(ValueError, match="stands alone"):
+    with pytest.raises(ValueError, match="cannot be part of another view"):
         PerLayer(PerLayer(PosAug(), "top"), "bottom")
-    with pytest.raises(ValueError, match="stands alone"):
+    with pytest.raises(ValueError, match="cannot be part of another view"):
         Compose([PerLayer(PosAug(), "top")])
-    with pytest.raises(ValueError, match="stands alone"):
+    with pytest.raises(ValueError, match="cannot be part of another view"):
         Compose([RandomBase()])
     with pytest.raises(ValueError, match="layers must be below 3, those of this model, got 7"):
         patch_model(tiny(), PerLayer(PosAug(), [7]))

@@ -26,7 +26,14 @@ RESCALINGS = {
 }
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3")
 OF_PHI3 = ("ntk", "abf", "longrope")  # Transformers takes no other for it
-CELLS = [(f, r) for f in FAMILIES for r in RESCALINGS if f != "phi3" or r in OF_PHI3]
+CELLS = [
+    *(("llama", rescaling) for rescaling in RESCALINGS),
+    *(
+        ("gemma3", rescaling) for rescaling in RESCALINGS if rescaling != "yarn-options"
+    ),  # which takes no truncate=False
+    *(("phi3", rescaling) for rescaling in OF_PHI3),
+    *zip(("qwen2", "qwen3", "mistral"), ("pi", "yarn", "llama3"), strict=True),
+]
 
 
 def made(family, partial=1.0):

@@ -28,10 +28,8 @@ STRATEGIES = {
 
 
 def test_rpe_is_a_sorted_sample_without_repeats():
-    view = RPE(max_index=20)
-    rows = torch.stack([
-        view.rope_index(torch.arange(L), view.draw(torch.full((3, 1), L), key(3, step)))[0] for step in range(1500)
-    ])  # fmt: skip
+    view, steps = RPE(max_index=20), torch.arange(1500)[:, None]
+    rows = view.rope_index(torch.arange(L), view.draw(torch.full((1500, 1), L), DrawKey(0, steps, steps)))
     assert (rows.diff(dim=1) > 0).all() and rows.min() == 0 and rows.max() == 19
     chosen = torch.zeros(1500, 20).scatter_(1, rows, 1.0).mean(0)
     assert (chosen - L / 20).abs().max() < 4 * math.sqrt(0.6 * 0.4 / 1500), "each index is as likely"

@@ -16,7 +16,7 @@ TEXT = "One is here. Two goes (as said!) there? Three.\nFour is 3 times nothing;
 def test_marks_and_line_breaks_end_sentences():
     made = character_tokenizer()
     assert {made.convert_ids_to_tokens(i) for i in sentence_ends(made)} == {".", "?", "!", "\n", "\r"}
-    with pytest.raises(ValueError, match="finds no token that ends sentences in this tokenizer"):
+    with pytest.raises(ValueError, match="finds no token that ends a sentence in this tokenizer"):
         sentence_ends(tokenizer())
 
 
