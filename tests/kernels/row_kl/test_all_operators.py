@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.row_kl import IMPLEMENTATIONS, check, implementation, relations, visible
+from support.kernels import IMPLEMENTATIONS, check, implementation, relations, visible
 
 from rope_kernels import (
     Visibility,

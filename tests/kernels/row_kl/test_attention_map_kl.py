@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.row_kl import check, relations, visible
+from support.kernels import check, relations, visible
 
 from rope_kernels import attention_map_kl, attention_map_kl_ref
 

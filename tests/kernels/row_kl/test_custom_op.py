@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from support.row_kl import relations
+from support.kernels import relations
 
 from rope_kernels import attention_map_kl, make_visibility, relation_kl
 from rope_kernels.row_kl import custom_op

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.row_kl import relations, visible
+from support.kernels import relations, visible
 
 from rope_kernels import Visibility, relation_kl, relation_kl_ref
 
