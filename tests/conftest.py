@@ -20,7 +20,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS warns in d
 import pytest
 import torch
 
-gc.disable()  # until pytest_collection_finish: what is imported by then is not garbage
 TESTS = Path(__file__).parent
 LOGGERS = [logging.getLogger(name) for name in ("rope_patch", "trl_ext", "transformers")]
 HAS_CUDA = torch.cuda.is_available()
@@ -64,6 +63,16 @@ def pytest_itemcollected(item):
     item.extra_keyword_matches.update(names_tested(item.path))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports make no garbage: without collections of it they take a quarter less time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish():
     """Leave what is imported by now out of garbage collections, of which trainers run many: half a second each.
 
@@ -74,7 +83,6 @@ def pytest_collection_finish():
 
         reloading = importlib.import_module("rope_patch.export.reloading")
         reloading.subprocess = SimpleNamespace(run=lambda command, cwd, **_: run_python(*command[1:], cwd=cwd))
-    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -51,7 +51,7 @@ EOS, SPECIAL = 2, [0, 1, 3, 127, 128, 129]
 
 # lengths and numbers that are for a real model, on a real machine
 SHORTER = {
-    "docs/evaluation.md": {"32768": "900", "4096": "700"},
+    "docs/evaluation.md": {"32768": "600", "4096": "500"},
     "docs/rows.md": {"8192": "2048", "320": "6", "2000": "6"},
 }
 
@@ -64,9 +64,18 @@ def dataset():
     return Dataset.from_list([{"text": TEXT}] * 8)
 
 
+def model_that_ends_texts(logit, **config):
+    """A model that gives the end of a text this much more, and never writes other special tokens."""
+    ending, added = model(**config), torch.zeros(CHARACTERS)
+    added[EOS], added[SPECIAL] = logit, -1e9
+    ending.lm_head.register_forward_hook(lambda _, __, logits: logits + added)
+    return ending
+
+
 def to_evaluate():
+    """With models whose replies are short."""
     names = {"tokenizer": character_tokenizer(), "documents": [TEXT] * 8}
-    return {**names, "model": model(), "tuned": model()}
+    return {**names, "model": model_that_ends_texts(30.0), "tuned": model_that_ends_texts(30.0)}
 
 
 def to_move_positions():
@@ -83,10 +92,7 @@ def to_prefer():
 
 def to_write_rows():
     """With a model that ends its texts, and a file of rows as the command before the block writes it."""
-    chatty, tokenizer = model(max_position_embeddings=1024), character_tokenizer()
-    likely = torch.zeros(CHARACTERS)
-    likely[EOS], likely[SPECIAL] = 3.0, -1e9
-    chatty.lm_head.register_forward_hook(lambda _, __, logits: logits + likely)
+    chatty, tokenizer = model_that_ends_texts(3.0, max_position_embeddings=1024), character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     ids = tokenizer(TEXT)["input_ids"]
     rows = [{"input_ids": ids, "completion_mask": [0, 1] * (len(ids) // 2) + [1] * (len(ids) % 2)}] * 8
@@ -283,7 +289,7 @@ def workplace(tmp_path, monkeypatch):
 
     def short_run(self):
         self.max_steps, self.use_cpu, self.bf16, self.report_to = 1, True, False, []
-        self.max_length = min(self.max_length or 512, 512)
+        self.max_length, self.per_device_train_batch_size = min(self.max_length or 128, 128), 2
         defaults(self)
 
     monkeypatch.setattr(RopeSFTConfig, "__post_init__", short_run)

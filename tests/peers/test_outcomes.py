@@ -68,6 +68,7 @@ def run(checkout, **variables):
     return run_tests(tests, checkout=checkout, folder=checkout, report=report, plugin="swap", **variables)
 
 
+@pytest.mark.slow
 def test_outcomes_are_read_from_a_run_of_its_own_process(checkout):
     stock, ours = run(checkout), run(checkout, REFUSES="1")
     assert count(stock) == {"passed": 1, "failed": 1, "skipped": 1}  # a failed teardown fails its test
@@ -75,6 +76,7 @@ def test_outcomes_are_read_from_a_run_of_its_own_process(checkout):
     assert "views need RoPE" in ours["test_trains"].message
 
 
+@pytest.mark.slow
 def test_a_selection_without_tests_is_an_error(checkout):
     (checkout / "test_peer.py").write_text("")
     with pytest.raises(RuntimeError, match="no test of .* ran"):
