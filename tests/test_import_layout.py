@@ -1,6 +1,6 @@
 """Which imports pull in what, and that our folder `kernels/` never stands in for Hugging Face's `kernels`.
 
-Each check runs in a process of its own: this one has imported too much already.
+Each check runs in a new process, as this one has imported too much already.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Rooms of the packages: imports between them go one way, none is crowded, and each says what lives there."""
+"""Rooms of the packages: imports between them go one way, none is crowded, and each describes its content."""
 
 import ast
 import functools
@@ -89,7 +89,7 @@ def imports():
 
 
 def room(name):
-    """The room of a module: the package that it lies in; what lies in none is a room of its own."""
+    """The room of a module: the package that it lies in; a module outside of all is its own room."""
     parent = name.rpartition(".")[0]
     return name if modules()[name].name == "__init__.py" or parent in PACKAGES else parent
 

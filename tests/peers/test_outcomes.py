@@ -11,7 +11,7 @@ NO_ROPE = Refusal(error="views need RoPE", reason="a view moves RoPE indices", t
 
 
 @pytest.mark.parametrize(
-    ("stock", "ours", "refusals", "told"),
+    ("stock", "ours", "refusals", "difference"),
     [
         (PASSED, PASSED, [], None),
         (PASSED, REFUSED, [], "stock passes, ours is failed"),
@@ -24,12 +24,12 @@ NO_ROPE = Refusal(error="views need RoPE", reason="a view moves RoPE indices", t
         (SKIPPED, REFUSED, [NO_ROPE], None),
     ],
 )
-def test_only_what_stock_passes_and_no_refusal_explains_is_told(stock, ours, refusals, told):
+def test_only_what_stock_passes_and_no_refusal_explains_is_a_difference(stock, ours, refusals, difference):
     lines = differences({"a": stock}, {"a": ours}, refusals)
-    assert [told in line for line in lines] == ([True] if told else [])
+    assert [difference in line for line in lines] == ([True] if difference else [])
 
 
-def test_a_test_that_did_not_run_is_told():
+def test_a_test_that_did_not_run_is_a_difference():
     assert differences({"a": PASSED}, {}) == ["a: stock passes, ours is missing: "]
 
 

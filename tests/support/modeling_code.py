@@ -1,4 +1,4 @@
-"""What the modeling code of Transformers says, parsed: the table of families is held to it."""
+"""Facts parsed from the modeling code of Transformers, which the table of families must agree with."""
 
 import ast
 import inspect
