@@ -1,4 +1,4 @@
-"""Every code block of the pages runs, or its commands are checked; one that cannot says why in a comment before it.
+"""Every code block of the pages runs, or its commands are checked, or a comment before it has the reason why not.
 
 Python blocks of a page run one after the other, as they stand but for `SHORTER`, in a folder that holds tiny models
 under the names of the hub. A command is parsed by the program that it names. A block that can be neither is preceded by
@@ -108,7 +108,7 @@ def to_distil():
     return {"dataset": dataset()}
 
 
-# what a page speaks of without making it, anew for each block
+# names that a page uses without making them, made again for each block
 GIVEN = {
     "docs/distillation.md": to_distil,
     "docs/evaluation.md": to_evaluate,
@@ -325,22 +325,16 @@ SKIPPED = '<!-- skip: next "it needs the network" -->\n\n```sh\ngit pull\n```\n'
     ("block", "error", "message"),
     [
         ("```\nmake test\n```\n", AssertionError, "a block is ```python, ```sh"),
-        ("```json\n{}\n```\n", AssertionError, "a block is ```python, ```sh"),
         ("```yaml\nveiw: skip\n```\n", AssertionError, "no fields of a recipe: .'veiw'"),
         ("```sh\nrope-patch train r.yaml --veiw skip\n```\n", AssertionError, "no fields of a recipe: .'veiw'"),
-        ("```sh\naccelerate launch -m trl_ext trian r.yaml\n```\n", SystemExit, "2"),
         ("```toml\n[project.entry-points.rope_views]\na = 'b:C'\n```\n", AssertionError, ""),
         ("```python\nfrom rope_patch import patch_modell\n```\n", ImportError, "patch_modell"),
         ("```sh\nrope-patch eval --modell x\n```\n", SystemExit, "2"),
         ("```sh\nrope-patch eval --model a=b@yarn:factor\n```\n", ValueError, "yarn:factor"),
         ("```sh\nmake tests\n```\n", AssertionError, "the targets are"),
         ("```sh\npip install -e '.[trll]'\n```\n", AssertionError, "no extra trll"),
-        ("```sh\npip install rope_patches\n```\n", AssertionError, "not our package"),
         ("```sh\npython examples/check_models.py\n```\n", AssertionError, "no script"),
-        ("```sh\npython -c 'import no_such_module'\n```\n", ImportError, "no_such_module"),
         ("```sh\nrope-patch train examples/recipes/none.yaml\n```\n", AssertionError, "no recipe"),
-        ("```sh\naccelerate config\n```\n", AssertionError, "only our command"),
-        ("```sh\npython -m pytest -m fast\n```\n", AssertionError, "no marker fast"),
         ("```sh\npython -m pytest tests/test_nothing.py\n```\n", AssertionError, "no tests"),
         ("1. A list:\n\n   ```sh\n   git clone somewhere\n   ```\n", AssertionError, "`git` is none of"),
         ("<!-- skip: next -->\n\n```sh\ngit pull\n```\n", AssertionError, "with a reason"),

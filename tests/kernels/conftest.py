@@ -1,5 +1,5 @@
 import pytest
-from support.kernels import IMPLEMENTATIONS, implementation
+from support.operators import IMPLEMENTATIONS, implementation
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.kernels import implementation
+from support.operators import implementation
 
 from rope_kernels import decode_attention, decode_attention_ref
 from rope_kernels.decode.triton_parts import decode_attention_in_parts

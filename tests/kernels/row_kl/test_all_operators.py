@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import IMPLEMENTATIONS, check, implementation, relations, visible
+from support.operators import IMPLEMENTATIONS, check, implementation, relations, visible
 
 from rope_kernels import (
     Visibility,

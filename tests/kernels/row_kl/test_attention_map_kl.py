@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.kernels import check, relations, visible
+from support.operators import check, relations, visible
 
 from rope_kernels import attention_map_kl, attention_map_kl_ref
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from support.kernels import implementation, relations
+from support.operators import implementation, relations
 
 from rope_kernels import attention_map_kl, make_visibility, relation_kl
 from rope_kernels.row_kl import custom_op

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import check, relations
+from support.operators import check, relations
 
 from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref
 from rope_kernels.row_kl.visibility import Visibility

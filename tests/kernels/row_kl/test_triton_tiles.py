@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.compiled_kernels import GPUS, compile_for
-from support.kernels import IMPLEMENTATIONS, check, implementation, relations, visible
+from support.operators import IMPLEMENTATIONS, check, implementation, relations, visible
 
 from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref
 from rope_kernels.row_kl.triton_tiles import Tiles, tiles_of

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.kernels import relations, visible
+from support.operators import relations, visible
 
 from rope_kernels import Visibility, relation_kl, relation_kl_ref
 

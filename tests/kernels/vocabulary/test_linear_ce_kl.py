@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import IMPLEMENTATIONS, implementation
+from support.operators import IMPLEMENTATIONS, implementation
 
 from rope_kernels import linear_ce_kl, linear_ce_kl_ref
 
