@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref
+
 # Chunked torch on a CPU; Triton's interpreter on a CPU, which reads the code that a GPU compiles; a GPU, with the
 # kernels that it chooses, and with those for any GPU in place of Hopper's.
 IMPLEMENTATIONS = ["chunked", "interpreter", *(pytest.param(x, marks=pytest.mark.gpu) for x in ("gpu", "any gpu"))]
@@ -82,3 +84,28 @@ def check(ours, inputs, plain, exact, weight):
         # formed again from scores of up to 30 and their log-sum, each rounded to 1e-7 of itself
         slack = 2 * (theirs.double() - right).abs().max() + 1e-6 * right.abs().max() + 4e-6
         assert (mine.double() - right).abs().max() <= slack
+
+
+def check_relation(student, teacher, seen, weight, scales=None, **visible):
+    """`relation_kl` of inputs under `seen`, which `visible` describes to the operator; its values are returned."""
+    scales = scales or {}
+    kl = relation_kl(student, teacher, **visible, **scales)
+    check(
+        kl,
+        [student],
+        lambda s: relation_kl_ref(s, teacher, seen, **scales),
+        lambda s: relation_kl_ref(s, teacher.double(), seen, **scales),
+        weight,
+    )
+    return kl
+
+
+def check_attention_map(q, k, teacher_q, teacher_k, seen, weight, **visible):
+    """`attention_map_kl`, in the same way."""
+    check(
+        attention_map_kl(q, k, teacher_q, teacher_k, **visible),
+        [q, k],
+        lambda a, b: attention_map_kl_ref(a, b, teacher_q, teacher_k, seen),
+        lambda a, b: attention_map_kl_ref(a, b, teacher_q.double(), teacher_k.double(), seen),
+        weight,
+    )

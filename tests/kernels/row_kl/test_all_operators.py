@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.operators import IMPLEMENTATIONS, check, implementation, relations, visible
+from support.operators import IMPLEMENTATIONS, check_attention_map, check_relation, implementation, relations, visible
 
 from rope_kernels import (
     Visibility,
@@ -56,29 +56,15 @@ def test_any_shape_padding_and_packing(name, batch, n_heads, n, head_dim, causal
             cu_seqlens = torch.tensor([*new.flatten().nonzero().flatten().tolist(), batch * n], dtype=torch.int32)
         seen = visible(n, causal=causal, key_mask=key_mask, documents=documents, device=device)
         key_mask, cu_seqlens = (None if x is None else x.to(device) for x in (key_mask, cu_seqlens))
-        kl = relation_kl(student, teacher, causal, key_mask, cu_seqlens)
         weight = torch.rand(batch, n_heads, n, device=device)
-        check(
-            kl,
-            [student],
-            lambda s: relation_kl_ref(s, teacher, seen),
-            lambda s: relation_kl_ref(s, teacher.double(), seen),
-            weight,
-        )
+        visible_keys = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+        kl = check_relation(student, teacher, seen, weight, **visible_keys)
         if key_mask is not None:
             assert (kl[(~key_mask)[:, None].expand_as(kl)] == 0).all()
         q, k = student.detach().requires_grad_(), teacher.detach()[:, :1].requires_grad_()
         teacher_q = teacher + 0.1
-        visibility = make_visibility(
-            batch, n, torch.device(kl.device), causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens
-        )
-        check(
-            attention_map_kl(q, k, teacher_q, k.detach(), visibility=visibility),
-            [q, k],
-            lambda a, b: attention_map_kl_ref(a, b, teacher_q, k.detach(), seen),
-            lambda a, b: attention_map_kl_ref(a, b, teacher_q.double(), k.detach().double(), seen),
-            weight,
-        )
+        visibility = make_visibility(batch, n, kl.device, **visible_keys)
+        check_attention_map(q, k, teacher_q, k.detach(), seen, weight, visibility=visibility)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from support.compiled_kernels import GPUS, compile_for
-from support.operators import IMPLEMENTATIONS, check, implementation, relations, visible
+from support.operators import IMPLEMENTATIONS, check_attention_map, check_relation, implementation, relations, visible
 
-from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref
 from rope_kernels.row_kl.triton_tiles import Tiles, tiles_of
 
 pytest.importorskip("triton.backends.nvidia", reason="Triton has no compiler for NVIDIA's GPUs here")
@@ -59,21 +58,9 @@ def test_all_sizes_are_exact(name, monkeypatch, shared_memory, n, border):
     documents = None if border is None else [[int(i >= border) for i in range(n)]]
     seen, weight = visible(n, documents=documents, device=device), torch.rand(1, 2, n, device=device)
     given = {} if border is None else {"cu_seqlens": [0, border, n]}
-    check(
-        relation_kl(student, teacher, **given),
-        [student],
-        lambda s: relation_kl_ref(s, teacher, seen),
-        lambda s: relation_kl_ref(s, teacher.double(), seen),
-        weight,
-    )
+    check_relation(student, teacher, seen, weight, **given)
     q, k = student.detach().requires_grad_(), teacher.detach()[:, :1].requires_grad_()
-    check(
-        attention_map_kl(q, k, teacher + 0.1, k.detach(), **given),
-        [q, k],
-        lambda a, b: attention_map_kl_ref(a, b, teacher + 0.1, k.detach(), seen),
-        lambda a, b: attention_map_kl_ref(a, b, (teacher + 0.1).double(), k.detach().double(), seen),
-        weight,
-    )
+    check_attention_map(q, k, teacher + 0.1, k.detach(), seen, weight, **given)
 
 
 @pytest.mark.slow
