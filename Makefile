@@ -32,7 +32,8 @@ demo: $(VENV)/.demo-installed  ## extend the embedded model in minutes, show wha
 	@echo 'Type ". $(BIN)/activate" once, and rope-patch is enough.'
 
 test: $(VENV)/.dev-installed  ## run the tests, without the slow ones
-	$(PYTEST) -m "not slow"
+	@# worksteal keeps the tests of a file on one worker, which makes their fixtures once
+	$(PYTEST) --dist worksteal -m "not slow"
 
 # pytest exits with 5 when it collects no test, which is no failure here
 test-slow: $(VENV)/.dev-installed  ## run the slow tests only

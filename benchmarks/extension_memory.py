@@ -1,4 +1,4 @@
-"""What the plan of `rope-patch extend` says a training step takes, beside what it takes: peak memory and seconds.
+"""Peak memory and seconds of a training step, as `rope-patch extend` plans them and as measured.
 
 Run:   python benchmarks/extension_memory.py [--cases NAME ...] [--steps 4] [--out FILE.json]
 Case:  a shape with random weights, trained as `extend` trains: native model as teacher, half of the rows with gaps in
@@ -81,7 +81,7 @@ class Clock(TrainerCallback):
 
 
 def choices_of(length: int, train: str, checkpointing: bool, objective: str, window: int, precision: str) -> Choices:
-    """Those that `extend` would make, but for what the case says."""
+    """The choices of `extend`, with the fields of a case replaced."""
 
     def one(value: Any) -> Choice:
         return Choice("", value, "", "", "your choice", "")

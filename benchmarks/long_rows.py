@@ -5,13 +5,13 @@ Run:   python benchmarks/long_rows.py --out FILE.jsonl [--minutes 6] [--layers 8
 Shape: random weights in bf16, batch 1, adapters on q, k and v, gradient checkpointing. A case is METHOD:TOKENS, or
 METHOD:TOKENS:on for `long_rows="on"`. "clm" is next-token training; "self-distill" has a skip in the middle of the row,
 in one forward; "trl" is TRL's SFTTrainer with the same settings, "trl-offload" with its `activation_offloading=True`.
-Each case trains on one short row, then on --steps whole ones, which are timed, and whose peak memory is told. Host
-memory is pinned before.
+Each case trains on one short row, then on --steps whole ones, which are timed and whose peak memory is measured.
+Host memory is pinned before.
 
 Cases run in a process of their own, one after the other, and each writes a line as it ends, also where memory ran out.
 One that would pass --minutes, going by the arithmetic of its work and the rate so far, is left out with a line.
 --layers takes fewer layers of the shape: time and memory are those of the layers there are, and what the others would
-add to memory by arithmetic (weights, and checkpoints that stay on the device) is told beside.
+add to memory by arithmetic (weights, and checkpoints that stay on the device) is written too.
 """
 
 import argparse

@@ -18,7 +18,7 @@ Cases whose one row all GPUs share, so that each has a part of it:
 
 Each case takes one step of short rows, then --steps whole ones, which are timed; tokens are those of all GPUs, memory
 is the peak of the GPU that has most. A line is written as each case ends. --layers takes fewer layers of the shape:
-what GPUs tell each other and what they compute both grow with layers.
+communication and computation both grow with layers.
 """
 
 import argparse

@@ -33,7 +33,7 @@ MEMORY = "GiB: GPU / GPU, offloading / its host then"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a paper trains, as far as it tells.
+    """What a paper trains, as far as it reports it.
 
     Args:
         paper: and the part of its recipe.
@@ -239,7 +239,7 @@ def tables() -> dict[str, str]:
 
 
 def with_tables(page: str) -> str:
-    """A page with its tables written anew, each between two comments."""
+    """A page with its tables rewritten, each between two comments."""
     for section, table in tables().items():
         start, end = f"<!-- {section}: written by docs/scaling.py -->\n", f"<!-- end of {section} -->"
         before, _, rest = page.partition(start)

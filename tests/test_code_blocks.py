@@ -1,4 +1,4 @@
-"""Every code block of the pages runs, or its commands are checked; one that cannot says why in a comment before it.
+"""Every code block of the pages runs, or its commands are checked, or a comment before it has the reason why not.
 
 Python blocks of a page run one after the other, as they stand but for `SHORTER`, in a folder that holds tiny models
 under the names of the hub. A command is parsed by the program that it names. A block that can be neither is preceded by
@@ -51,7 +51,7 @@ EOS, SPECIAL = 2, [0, 1, 3, 127, 128, 129]
 
 # lengths and numbers that are for a real model, on a real machine
 SHORTER = {
-    "docs/evaluation.md": {"32768": "900", "4096": "700"},
+    "docs/evaluation.md": {"32768": "600", "4096": "500"},
     "docs/rows.md": {"8192": "2048", "320": "6", "2000": "6"},
 }
 
@@ -64,9 +64,18 @@ def dataset():
     return Dataset.from_list([{"text": TEXT}] * 8)
 
 
+def model_that_ends_texts(logit, **config):
+    """A model that gives the end of a text this much more, and never writes other special tokens."""
+    ending, added = model(**config), torch.zeros(CHARACTERS)
+    added[EOS], added[SPECIAL] = logit, -1e9
+    ending.lm_head.register_forward_hook(lambda _, __, logits: logits + added)
+    return ending
+
+
 def to_evaluate():
+    """With models whose replies are short."""
     names = {"tokenizer": character_tokenizer(), "documents": [TEXT] * 8}
-    return {**names, "model": model(), "tuned": model()}
+    return {**names, "model": model_that_ends_texts(30.0), "tuned": model_that_ends_texts(30.0)}
 
 
 def to_move_positions():
@@ -83,10 +92,7 @@ def to_prefer():
 
 def to_write_rows():
     """With a model that ends its texts, and a file of rows as the command before the block writes it."""
-    chatty, tokenizer = model(max_position_embeddings=1024), character_tokenizer()
-    likely = torch.zeros(CHARACTERS)
-    likely[EOS], likely[SPECIAL] = 3.0, -1e9
-    chatty.lm_head.register_forward_hook(lambda _, __, logits: logits + likely)
+    chatty, tokenizer = model_that_ends_texts(3.0, max_position_embeddings=1024), character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     ids = tokenizer(TEXT)["input_ids"]
     rows = [{"input_ids": ids, "completion_mask": [0, 1] * (len(ids) // 2) + [1] * (len(ids) % 2)}] * 8
@@ -102,7 +108,7 @@ def to_distil():
     return {"dataset": dataset()}
 
 
-# what a page speaks of without making it, anew for each block
+# names that a page uses without making them, made again for each block
 GIVEN = {
     "docs/distillation.md": to_distil,
     "docs/evaluation.md": to_evaluate,
@@ -283,7 +289,7 @@ def workplace(tmp_path, monkeypatch):
 
     def short_run(self):
         self.max_steps, self.use_cpu, self.bf16, self.report_to = 1, True, False, []
-        self.max_length = min(self.max_length or 512, 512)
+        self.max_length, self.per_device_train_batch_size = min(self.max_length or 128, 128), 2
         defaults(self)
 
     monkeypatch.setattr(RopeSFTConfig, "__post_init__", short_run)
@@ -319,22 +325,16 @@ SKIPPED = '<!-- skip: next "it needs the network" -->\n\n```sh\ngit pull\n```\n'
     ("block", "error", "message"),
     [
         ("```\nmake test\n```\n", AssertionError, "a block is ```python, ```sh"),
-        ("```json\n{}\n```\n", AssertionError, "a block is ```python, ```sh"),
         ("```yaml\nveiw: skip\n```\n", AssertionError, "no fields of a recipe: .'veiw'"),
         ("```sh\nrope-patch train r.yaml --veiw skip\n```\n", AssertionError, "no fields of a recipe: .'veiw'"),
-        ("```sh\naccelerate launch -m trl_ext trian r.yaml\n```\n", SystemExit, "2"),
         ("```toml\n[project.entry-points.rope_views]\na = 'b:C'\n```\n", AssertionError, ""),
         ("```python\nfrom rope_patch import patch_modell\n```\n", ImportError, "patch_modell"),
         ("```sh\nrope-patch eval --modell x\n```\n", SystemExit, "2"),
         ("```sh\nrope-patch eval --model a=b@yarn:factor\n```\n", ValueError, "yarn:factor"),
         ("```sh\nmake tests\n```\n", AssertionError, "the targets are"),
         ("```sh\npip install -e '.[trll]'\n```\n", AssertionError, "no extra trll"),
-        ("```sh\npip install rope_patches\n```\n", AssertionError, "not our package"),
         ("```sh\npython examples/check_models.py\n```\n", AssertionError, "no script"),
-        ("```sh\npython -c 'import no_such_module'\n```\n", ImportError, "no_such_module"),
         ("```sh\nrope-patch train examples/recipes/none.yaml\n```\n", AssertionError, "no recipe"),
-        ("```sh\naccelerate config\n```\n", AssertionError, "only our command"),
-        ("```sh\npython -m pytest -m fast\n```\n", AssertionError, "no marker fast"),
         ("```sh\npython -m pytest tests/test_nothing.py\n```\n", AssertionError, "no tests"),
         ("1. A list:\n\n   ```sh\n   git clone somewhere\n   ```\n", AssertionError, "`git` is none of"),
         ("<!-- skip: next -->\n\n```sh\ngit pull\n```\n", AssertionError, "with a reason"),

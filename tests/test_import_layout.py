@@ -1,6 +1,6 @@
 """Which imports pull in what, and that our folder `kernels/` never stands in for Hugging Face's `kernels`.
 
-Each check runs in a process of its own: this one has imported too much already.
+Each check runs in a new process, as this one has imported too much already.
 """
 
 import importlib.metadata
@@ -78,6 +78,7 @@ print(is_kernels_available(), kernels.IS_STAND_IN)
     assert run_in_root(code, first_on_path=kernels_distribution).split()[-2:] == ["True", "True"]
 
 
+@pytest.mark.slow
 def test_rope_patch_adds_torch_and_transformers_only():
     added = modules_added("import rope_patch", after="import torch\nfrom transformers import PreTrainedModel")
     assert not added & {"triton", "trl", "peft", "datasets", "matplotlib", "lm_eval", "rope_kernels", "trl_ext"}

@@ -1,6 +1,7 @@
-"""Rooms of the packages: imports between them go one way, none is crowded, and each says what lives there."""
+"""Rooms of the packages: imports between them go one way, none is crowded, and each describes its content."""
 
 import ast
+import functools
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,6 +16,7 @@ PACKAGES = {
 }
 
 
+@functools.cache
 def modules():
     """Name -> file of each module; a package goes by its `__init__.py`."""
     names = {}
@@ -79,6 +81,7 @@ def test_a_circle_is_named():
     assert circle({"a": {"b", "c"}, "b": {"c"}}) is None
 
 
+@functools.cache
 def imports():
     """Name -> names of the modules that it imports."""
     known = modules()
@@ -86,7 +89,7 @@ def imports():
 
 
 def room(name):
-    """The room of a module: the package that it lies in; what lies in none is a room of its own."""
+    """The room of a module: the package that it lies in; a module outside of all is its own room."""
     parent = name.rpartition(".")[0]
     return name if modules()[name].name == "__init__.py" or parent in PACKAGES else parent
 
@@ -100,13 +103,23 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_imports_between_rooms_go_one_way():
-    rooms = {name: room(name) for name in modules()}
     graph = {}
     for name, others in imports().items():
         if name not in PACKAGES:  # what a package exports comes from its rooms
-            graph.setdefault(rooms[name], set()).update(rooms[other] for other in others - PACKAGES.keys())
+            graph.setdefault(room(name), set()).update(room(other) for other in others - PACKAGES.keys())
     around = circle({name: others - {name} for name, others in graph.items()})
     assert around is None, f"{' imports '.join(around)}: which of them is the lower one?"
+
+
+def test_rope_patch_takes_torch_and_transformers_alone():
+    """Other packages are imported where they are used."""
+    others = {"datasets", "lm_eval", "matplotlib", "peft", "triton", "trl", "trl_ext"}
+    for name, file in modules().items():
+        if name.startswith("rope_patch"):
+            for node in ast.parse(file.read_text()).body:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+                assert not {module.partition(".")[0] for module in names} & others, name
 
 
 def test_no_room_is_crowded():

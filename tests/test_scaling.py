@@ -68,7 +68,7 @@ def test_the_arithmetic_is_within_a_tenth_of_every_run():
 
 
 def test_tokens_of_extend_are_its_rows():
-    said = " ".join(PAGE.split())
+    text = " ".join(PAGE.split())
     million = [f"{choices._ROWS * length / 1e6:.1f} million" for length in (8192, choices._LONGEST_ROW)]
-    assert f"trains on {choices._ROWS} rows unless it is told otherwise: {million[0]} tokens in rows of 8192" in said
-    assert f"{million[1]} in rows of {choices._LONGEST_ROW}." in said
+    assert f"trains on {choices._ROWS} rows unless it is told otherwise: {million[0]} tokens in rows of 8192" in text
+    assert f"{million[1]} in rows of {choices._LONGEST_ROW}." in text

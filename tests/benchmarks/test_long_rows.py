@@ -1,4 +1,4 @@
-"""The benchmark of long rows says on a CPU what it says on a GPU, of a tiny model."""
+"""The benchmark of long rows on a CPU: it writes the lines that it writes on a GPU, of a tiny model."""
 
 import json
 import sys
@@ -23,20 +23,16 @@ def test_every_case_writes_a_line(tmp_path, monkeypatch):
 
 def test_a_case_that_fails_writes_why_and_the_others_go_on(tmp_path, monkeypatch):
     args = long_rows.argparse.Namespace(shape="tiny", layers=None, steps=1, until=1e12, out=tmp_path / "lines.jsonl")
-    monkeypatch.setattr(long_rows, "run", _fail_first([]))
-    long_rows.worker([long_rows.Case.of("clm:65536"), long_rows.Case.of("trl:65536")], args)
-    first, second = [json.loads(line) for line in args.out.read_text().splitlines()]
-    assert first["out_of_memory"] == "no room" and second["tflops"] == 1.0
 
-
-def _fail_first(asked):
     def run(case, args):
-        asked.append(case)
-        if len(asked) == 1:
+        if case.method == "clm":
             raise long_rows.torch.OutOfMemoryError("no room. And more")
         return {"tflops": 1.0}
 
-    return run
+    monkeypatch.setattr(long_rows, "run", run)
+    long_rows.worker([long_rows.Case.of("clm:65536"), long_rows.Case.of("trl:65536")], args)
+    first, second = [json.loads(line) for line in args.out.read_text().splitlines()]
+    assert first["out_of_memory"] == "no room" and second["tflops"] == 1.0
 
 
 @pytest.mark.parametrize("text", ["clm", "other:64", "clm:64:off", "trl:64:on"])

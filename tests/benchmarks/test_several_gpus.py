@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs says on CPUs what it says on GPUs, of a tiny model and ranks that talk by gloo."""
+"""The benchmark of several GPUs on CPUs: a tiny model, and ranks that communicate by gloo."""
 
 import json
 import sys
@@ -38,12 +38,10 @@ def test_steps_that_read_other_rows_than_those_that_are_timed_fail():
 
 def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
     out = tmp_path / "lines.jsonl"
-    monkeypatch.setattr(
-        several_gpus, "command_of", lambda name, *_: [sys.executable, "-c", f"raise SystemExit('no {name}')"]
-    )
-    monkeypatch.setattr(
-        sys, "argv", ["several_gpus.py", "--out", str(out), "--gpus", "1", "--cases", "pose", "ring", "clm-lora"]
-    )
+    failing = lambda name, *_: [sys.executable, "-c", f"raise SystemExit('no {name}')"]  # noqa: E731
+    monkeypatch.setattr(several_gpus, "command_of", failing)
+    arguments = ["--out", str(out), "--gpus", "1", "--cases", "pose", "ring", "clm-lora"]
+    monkeypatch.setattr(sys, "argv", ["several_gpus.py", *arguments])
     several_gpus.main()
     first, second = [json.loads(line) for line in out.read_text().splitlines()]  # one GPU shares no row
     assert "no pose" in first["error"]

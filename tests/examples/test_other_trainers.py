@@ -76,8 +76,8 @@ def test_a_model_of_the_user_is_trained(run, tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_mistake_is_one_line(script, run, capsys):
     assert run(script, "--model", "./nowhere")[0] == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith(f"{script}: ") and "there is no folder ./nowhere" in said
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith(f"{script}: ") and "there is no folder ./nowhere" in line
 
 
 def test_no_two_examples_write_to_one_folder(run, monkeypatch):

@@ -23,5 +23,5 @@ def test_a_user_mistake_is_one_line(script, arguments, message, tmp_path, monkey
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 2 and said.startswith(f"{script}: ") and message in said and "Traceback" not in said
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and line.startswith(f"{script}: ") and message in line and "Traceback" not in line

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.row_kl import relations
+from support.operators import relations
 
 from rope_kernels import attention_map_kl, linear_ce_kl, relation_kl, relation_mse
 

@@ -37,7 +37,7 @@ def run_python(*arguments: str, folder: Path, **variables: str) -> subprocess.Co
 def run_tests(
     selection: Iterable[str], *, checkout: Path, folder: Path, report: Path, plugin: str, **variables: str
 ) -> dict[str, Outcome]:
-    """Run the tests `selection` of `checkout` from `folder` with `plugin`; name of a test -> what came out.
+    """Run the tests `selection` of `checkout` from `folder` with `plugin`; name of a test -> its outcome.
 
     Raises:
         RuntimeError: no test ran, with the end of what pytest printed.
@@ -54,7 +54,7 @@ def run_tests(
 
 
 def read_report(report: Path) -> dict[str, Outcome]:
-    """Name of a test -> what came out, from pytest's JUnit XML; a test that fails in its teardown has failed."""
+    """Name of a test -> its outcome, from pytest's JUnit XML; a test that fails in its teardown has failed."""
     outcomes: dict[str, Outcome] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         outcome = Outcome("passed")
@@ -78,7 +78,7 @@ def differences(
 ) -> list[str]:
     """What is not as it should be: whatever passes in `stock` passes in `ours`, but for the tests of `refusals`.
 
-    A test of `refusals` that passes is told too, and one that fails with another error. Tests that `stock` does not
+    A test of `refusals` that passes is listed too, and one that fails with another error. Tests that `stock` does not
     pass say nothing about us, and refusals of tests that are not in this version of the peer say nothing either.
     """
     refusal_of = {test: refusal for refusal in refusals for test in refusal.tests}

@@ -11,7 +11,7 @@ NO_ROPE = Refusal(error="views need RoPE", reason="a view moves RoPE indices", t
 
 
 @pytest.mark.parametrize(
-    ("stock", "ours", "refusals", "told"),
+    ("stock", "ours", "refusals", "difference"),
     [
         (PASSED, PASSED, [], None),
         (PASSED, REFUSED, [], "stock passes, ours is failed"),
@@ -24,12 +24,12 @@ NO_ROPE = Refusal(error="views need RoPE", reason="a view moves RoPE indices", t
         (SKIPPED, REFUSED, [NO_ROPE], None),
     ],
 )
-def test_only_what_stock_passes_and_no_refusal_explains_is_told(stock, ours, refusals, told):
+def test_only_what_stock_passes_and_no_refusal_explains_is_a_difference(stock, ours, refusals, difference):
     lines = differences({"a": stock}, {"a": ours}, refusals)
-    assert [told in line for line in lines] == ([True] if told else [])
+    assert [difference in line for line in lines] == ([True] if difference else [])
 
 
-def test_a_test_that_did_not_run_is_told():
+def test_a_test_that_did_not_run_is_a_difference():
     assert differences({"a": PASSED}, {}) == ["a: stock passes, ours is missing: "]
 
 
@@ -68,6 +68,7 @@ def run(checkout, **variables):
     return run_tests(tests, checkout=checkout, folder=checkout, report=report, plugin="swap", **variables)
 
 
+@pytest.mark.slow
 def test_outcomes_are_read_from_a_run_of_its_own_process(checkout):
     stock, ours = run(checkout), run(checkout, REFUSES="1")
     assert count(stock) == {"passed": 1, "failed": 1, "skipped": 1}  # a failed teardown fails its test
@@ -75,6 +76,7 @@ def test_outcomes_are_read_from_a_run_of_its_own_process(checkout):
     assert "views need RoPE" in ours["test_trains"].message
 
 
+@pytest.mark.slow
 def test_a_selection_without_tests_is_an_error(checkout):
     (checkout / "test_peer.py").write_text("")
     with pytest.raises(RuntimeError, match="no test of .* ran"):

@@ -86,7 +86,7 @@ def cell(kind: str) -> Cell:
     if whole:
         spans = [(row, slice(0, n)) for row, n in enumerate(lengths)]
         inputs = {"input_ids": torch.stack(documents)}
-        if kind == "cached-static":  # FlashAttention tells by a mask how much of the cache is filled
+        if kind == "cached-static":  # FlashAttention finds how much of the cache is filled from a mask
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         return Cell(kind, documents, spans, inputs)
     width = max(lengths)

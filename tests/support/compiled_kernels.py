@@ -62,8 +62,8 @@ def local_memory(cubin: bytes) -> int:
         file.write(cubin)
         file.flush()
         command = [str(program), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return max(int(size) for size in re.findall(r"\bSTACK:(\d+)", said))
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"\bSTACK:(\d+)", printed))
 
 
 def _only_compile(gpu: Gpu) -> dict[str, Used]:

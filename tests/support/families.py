@@ -240,5 +240,5 @@ def _built(family: str) -> PreTrainedModel:
 
 
 def tiny_family(family: str) -> PreTrainedModel:
-    """A copy of its own of the tiny random model."""
+    """A fresh copy of the tiny random model."""
     return copy.deepcopy(_built(family))

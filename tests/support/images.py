@@ -28,7 +28,7 @@ def tokenizer() -> hf.PreTrainedTokenizerFast:
 
 
 def processor(kind: str):
-    """What makes tokens and patches of a conversation; without the processor of videos, which needs torchvision."""
+    """A processor of conversations without its part for videos, which needs torchvision."""
 
     class OfImages(getattr(hf, f"{kind}Processor")):
         def check_argument_for_proper_class(self, name, argument):
@@ -76,13 +76,13 @@ def conversations(n: int = 4) -> Dataset:
     rng = np.random.default_rng(0)
 
     def one(i: int):
-        asked = [
+        question = [
             {"type": "image", "text": None},
             {"type": "text", "text": " " + " ".join(f"w{i + j}" for j in range(i + 3))},
         ]
-        told = [{"type": "text", "text": f"w{i} w{i + 5} w{i + 9}"}]
+        answer = [{"type": "text", "text": f"w{i} w{i + 5} w{i + 9}"}]
         return {
-            "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": told}],
+            "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
             "images": [Picture.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8))],
         }
 

@@ -1,6 +1,6 @@
 """Python commands, and jobs of several ranks, that tests start.
 
-Each is forked from a process that has imported what nearly all of them import, which takes 6 CPU seconds and more anew.
+Each is forked from a process that has imported what nearly all of them import, which saves 6 CPU seconds and more.
 The packages of this repository are not among it, so that a command sees its own `PYTHONPATH` and entry points.
 """
 
@@ -50,7 +50,7 @@ def run_ranks(command: list[str], **options: Any) -> subprocess.CompletedProcess
     """
     done = run_ranks_once(command, **options)
     if done.returncode and ABORTED in done.stderr:
-        warnings.warn(f"SIGABRT ended a rank, and its job runs anew:\n{done.stderr[-4000:]}", stacklevel=2)
+        warnings.warn(f"SIGABRT ended a rank, and its job runs again:\n{done.stderr[-4000:]}", stacklevel=2)
         done = run_ranks_once(command, **options)
     return done
 
@@ -59,7 +59,7 @@ def run_ranks_once(
     command: list[str], env: dict[str, str], cwd: Path | None = None, timeout: float = 3000
 ) -> subprocess.CompletedProcess[str]:
     """`run_ranks` without its second attempt."""
-    env = {**env, "PYTHONFAULTHANDLER": "1"}  # a rank that a signal ends says where
+    env = {**env, "PYTHONFAULTHANDLER": "1"}  # a rank that a signal ends prints its stack
     arguments = command[1:]
     if arguments[:2] != ["-m", "torch.distributed.run"]:
         return _run([arguments], [env], cwd, timeout)
@@ -108,13 +108,13 @@ def _run(
             process.join(30)
             process.kill()
             process.join()
-        printed, said = (file.read_text(errors="replace") if file.exists() else "" for file in (out, err))
+        printed, errors = (file.read_text(errors="replace") if file.exists() else "" for file in (out, err))
     if left and not failed:
-        said, failed = f"{said}\nended after {timeout:.0f} seconds", [(0, 1)]
+        errors, failed = f"{errors}\nended after {timeout:.0f} seconds", [(0, 1)]
     rank, status = failed[0] if failed else (0, 0)
     if status < 0:
-        said += f"\nrank {rank} was ended by Signal {-status} ({signal.Signals(-status).name})"
-    return subprocess.CompletedProcess(commands[0], status, printed, said)
+        errors += f"\nrank {rank} was ended by Signal {-status} ({signal.Signals(-status).name})"
+    return subprocess.CompletedProcess(commands[0], status, printed, errors)
 
 
 def _main(command: list[str], environment: dict[str, str], cwd: str, out: str, err: str) -> None:

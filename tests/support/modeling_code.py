@@ -1,4 +1,4 @@
-"""What the modeling code of Transformers says, parsed: the table of families is held to it."""
+"""Facts parsed from the modeling code of Transformers, which the table of families must agree with."""
 
 import ast
 import inspect
@@ -74,7 +74,7 @@ def _value(condition, names):
     """What a condition on `names` comes to, None if it depends on more than those."""
     try:
         return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), names))
-    except Exception:  # names of arguments, and whatever they would be asked for
+    except Exception:  # names of arguments, and attributes of these
         return None
 
 

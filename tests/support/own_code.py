@@ -1,4 +1,4 @@
-"""A checkpoint with Python code of its own, as models that Transformers does not know come."""
+"""A checkpoint with custom modeling code (`trust_remote_code`)."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pages of the documentation and the files of results that they tell of."""
+"""Pages of the documentation and the files of results that they quote."""
 
 import json
 from pathlib import Path

@@ -1,10 +1,10 @@
 """The trainer on several ranks against one: a script for torchrun, and what starts it and reads its results.
 
-On a CPU ranks talk by gloo, on GPUs by NCCL. A case is options of `support.training.trainer` that JSON can hold, and
-"adapters", options of LoRA; "documents" and "evaluated", of the datasets, with "repeated", how many of the first follow
-the last; "model", options of the tiny model, or the folder of one; "quantized", options of bitsandbytes for weights in
-4 bits; "micro_batches", in an optimizer step, of all ranks; "resume", a checkpoint; "saves", whether the model is saved
-at the end; "in_parts", whether engines that shard weights also save them so.
+On a CPU ranks communicate by gloo, on GPUs by NCCL. A case is options of `support.training.trainer` that JSON can
+hold, and "adapters", options of LoRA; "documents" and "evaluated", of the datasets, with "repeated", how many of the
+first follow the last; "model", options of the tiny model, or the folder of one; "quantized", options of bitsandbytes
+for weights in 4 bits; "micro_batches", in an optimizer step, of all ranks; "resume", a checkpoint; "saves", whether the
+model is saved at the end; "in_parts", whether engines that shard weights also save them so.
 """
 
 import faulthandler
@@ -31,7 +31,7 @@ RELATION = {"objective": "relation-distill", **PI}
 ADAPTERS = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj"]}
 LOGGED = ("loss", "ce", "kl", "relation/", "hidden/", "view/", "grad_norm", "num_tokens", "weighted_ce", "view_ce")
 
-# seconds after which a case says where it is and ends its rank, and torchrun the others; a GPU's first case compiles
+# seconds after which a case prints its stack and ends its rank, and torchrun the others; a GPU's first case compiles
 _HANGS = {"cpu": 900, "cuda": 150}
 
 # a process has one generator of random weights, and its threads prepare engines at once
@@ -39,7 +39,7 @@ _DRAWS = threading.Lock()
 
 Runs = dict[str, dict[str, Any]]
 """Name -> {"steps": entries of the log, "evaluated": metrics, "weights": name -> tensor on the CPU, "moved": how far
-each has gone}, or {"failed": what was said}."""
+each has gone}, or {"failed": what it printed}."""
 
 
 def run_on_ranks(
@@ -66,17 +66,19 @@ def run_on_ranks(
     """
     out = folder / f"{engine}-{world}-{shared}"
     cases = {name: _with_saved_model({**common, **case}, folder) for name, case in cases.items()}
-    results, said = _start(out, cases, world, engine, shared, device)
+    results, printed = _start(out, cases, world, engine, shared, device)
     left = {name: case for name, case in cases.items() if name not in results}
-    if said is not None and left and device == "cpu" and world > 1 and ABORTED in said:
-        warnings.warn(f"SIGABRT ended a rank in {next(iter(left))!r}; it and the rest run anew:\n{said}", stacklevel=2)
-        rest, said = _start(out.with_name(f"{out.name}-again"), left, world, engine, shared, device)
+    if printed is not None and left and device == "cpu" and world > 1 and ABORTED in printed:
+        warnings.warn(
+            f"SIGABRT ended a rank in {next(iter(left))!r}; it and the rest run again:\n{printed}", stacklevel=2
+        )
+        rest, printed = _start(out.with_name(f"{out.name}-again"), left, world, engine, shared, device)
         results |= rest
-    if said is not None:  # the ranks were ended while they ran the first case without a result
+    if printed is not None:  # the ranks were ended while they ran the first case without a result
         left = [name for name in left if name not in results]
         results |= {name: {"failed": f"it was not run, as {left[0]!r} ended its ranks"} for name in left}
-        results |= {name: {"failed": said} for name in left[:1]}
-        assert left, said
+        results |= {name: {"failed": printed} for name in left[:1]}
+        assert left, printed
     if raises:
         failed = [f"{name}: {result['failed']}" for name, result in results.items() if "failed" in result]
         assert not failed, "\n".join(failed)
@@ -86,7 +88,7 @@ def run_on_ranks(
 def _start(
     out: Path, cases: dict[str, dict[str, Any]], world: int, engine: str, shared: int, device: str
 ) -> tuple[Runs, str | None]:
-    """The runs that came to their end, and what was said if the job failed."""
+    """The runs that ended, and what the job printed if it failed."""
     job = {"engine": engine, "shared": shared, "device": device, "cases": cases}
     out.with_suffix(".json").write_text(json.dumps(job))
     ours = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
@@ -96,7 +98,7 @@ def _start(
         # ninja, which builds DeepSpeed's kernels, is beside this Python, whether or not its environment is active
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1",
-        "PYTHONFAULTHANDLER": "1",  # a rank that a signal ends says where
+        "PYTHONFAULTHANDLER": "1",  # a rank that a signal ends prints its stack
     }
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -104,15 +106,15 @@ def _start(
         environment["CUDA_VISIBLE_DEVICES"] = "0"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
     command = [sys.executable, *(launcher if world > 1 else []), "-m", "support.ranks", str(out)]
-    said = _run(command, environment, _HANGS[device] * len(cases) + 60, device)
-    return torch.load(out.with_suffix(".pt")) if out.with_suffix(".pt").exists() else {}, said
+    printed = _run(command, environment, _HANGS[device] * len(cases) + 60, device)
+    return torch.load(out.with_suffix(".pt")) if out.with_suffix(".pt").exists() else {}, printed
 
 
 def _run(command: list[str], environment: dict[str, str], most_seconds: int, device: str) -> str | None:
-    """Run a job; what was said if it failed, None if it did not."""
+    """Run a job; return what it printed if it failed, else None."""
     if device == "cpu":
         done = run_ranks_once(command, env=environment, timeout=most_seconds)
-        return _what_was_said(done.stderr) if done.returncode else None
+        return _last_lines(done.stderr) if done.returncode else None
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as job:
         try:
@@ -120,7 +122,7 @@ def _run(command: list[str], environment: dict[str, str], most_seconds: int, dev
         except subprocess.TimeoutExpired:
             job.terminate()  # torchrun ends its ranks
             _, stderr = job.communicate(timeout=60)
-    return _what_was_said(stderr) if job.returncode else None
+    return _last_lines(stderr) if job.returncode else None
 
 
 def _with_saved_model(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -135,15 +137,15 @@ def _with_saved_model(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**case, "model": str(folder / "unquantized")}
 
 
-def _what_was_said(stderr: str, most: int = 80) -> str:
+def _last_lines(stderr: str, most: int = 80) -> str:
     """The last lines of each rank, then those without one, as a signal leaves, and the cause that torchrun found."""
     before, _, report = stderr.partition("torch/distributed/elastic/")
     cause = report[report.rfind("Root Cause") :].splitlines() if "Root Cause" in report else []
     lines: dict[str, list[str]] = {}
     for line in before.splitlines():
         lines.setdefault(line.split(":")[0] if line.startswith("[rank") else "", []).append(line[:300])
-    said = ["\n".join(said[-most:]) for _, said in sorted(lines.items(), reverse=True)]
-    return "\n".join([*said, *cause])
+    ends = ["\n".join(of_rank[-most:]) for _, of_rank in sorted(lines.items(), reverse=True)]
+    return "\n".join([*ends, *cause])
 
 
 def require_alike(
@@ -227,7 +229,7 @@ def _options(engine: str, world: int, shared: int, device: str, bf16: bool, in_p
         return {"use_cpu": device == "cpu", "ddp_find_unused_parameters": False}
     AcceleratorState._reset_state()
     if device == "cpu":
-        # accelerate has FSDP and DeepSpeed for GPUs alone, unless it finds a state that says otherwise
+        # accelerate has FSDP and DeepSpeed for GPUs alone, unless it finds another state
         PartialState(cpu=True)
         kind = DistributedType.MULTI_GPU if engine == "fsdp2" else DistributedType.DEEPSPEED
         PartialState._shared_state["distributed_type"] = kind

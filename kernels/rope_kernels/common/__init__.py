@@ -1,1 +1,1 @@
-"""What operators of several families share: how an argument is refused, autocast, and where Triton runs."""
+"""Shared by all operators: errors of arguments, autocast, where Triton runs, and free GPU memory."""

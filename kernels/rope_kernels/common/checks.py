@@ -1,4 +1,4 @@
-"""How public operators refuse an argument: its name, what is allowed, what came."""
+"""Errors of public operators: the argument, what is allowed, and what was given."""
 
 import numbers
 from typing import Any
@@ -15,28 +15,24 @@ def described(x: Any) -> str:
 
 
 def require_tensor(name: str, x: Any, allowed: str) -> None:
-    """Refuse what is no tensor.
-
-    Raises:
-        ValueError: `x` is no tensor.
-    """
+    """Raise ValueError unless `x` is a tensor."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be {allowed}, a tensor, got {described(x)}.")
 
 
 def require_positive(name: str, value: Any, instead: str = "", bounded: bool = True) -> float:
-    """`value` as a float, if it is a number above 0 (True is none) and, if `bounded`, finite.
+    """`value` as a float, if it is a number above 0, no bool and, if `bounded`, finite.
 
     Args:
         name: of the argument.
-        value: what came.
+        value: of the argument.
         instead: what else is allowed, for the message.
         bounded: whether infinity is refused.
 
     Raises:
         ValueError: it is not.
     """
-    is_number = isinstance(value, (int, float)) or isinstance(value, numbers.Real)
-    if is_number and not isinstance(value, bool) and value > 0 and (not bounded or value < float("inf")):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number and value > 0 and (not bounded or value < float("inf")):
         return float(value)
     raise ValueError(f"{name} must be above 0{' and finite' if bounded else ''}{instead}, got {value!r}.")

@@ -4,5 +4,5 @@ import torch
 
 
 def runs_on_triton(x: torch.Tensor) -> bool:
-    """Whether Triton kernels run on `x`: on a GPU, except for float64, which tensor cores do not speak here."""
+    """Whether Triton kernels run on `x`: on a GPU, but not for float64, which the kernels do not multiply."""
     return x.is_cuda and x.dtype != torch.float64

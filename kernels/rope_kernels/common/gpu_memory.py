@@ -1,4 +1,4 @@
-"""Memory that a process may still ask a GPU for."""
+"""GPU memory that a process may still allocate."""
 
 import torch
 
@@ -6,9 +6,9 @@ import torch
 def free_gpu_bytes(device: torch.device | None = None) -> int:
     """min(free, share * total - reserved), in bytes.
 
-    free is what no process holds, reserved what PyTorch holds for this one already, and share what
-    `torch.cuda.set_per_process_memory_fraction` leaves to it, 1 if that was not called: processes that have a GPU
-    together can each plan with their own part.
+    free is what no process holds, reserved what PyTorch holds for this process, and share the fraction that
+    `torch.cuda.set_per_process_memory_fraction` has set, by default 1. So processes that share a GPU can each plan with
+    their part.
 
     Args:
         device: a GPU; None, or one without an index, is the current one.

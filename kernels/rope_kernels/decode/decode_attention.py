@@ -16,8 +16,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """out[b, h] = sum_j softmax_j(sm_scale q[b, h] . k[b, g, j]) v[b, g, j] over begin[b] <= j < end[b].
 
-    g is the key head of query head h. On a GPU a kernel reads each visible key and value once, in parts that run at the
-    same time. What it launches does not depend on the values of `begin` and `end`, so a CUDA graph may hold it.
+    g is the key head of query head h. On a GPU a kernel reads each visible key and value once, in parts that run in
+    parallel. Its launches do not depend on the values of `begin` and `end`, so a CUDA graph may hold them.
 
     Args:
         q: [batch, n_heads, head_dim].
@@ -31,7 +31,7 @@ def decode_attention(
         [batch, n_heads, value_dim] in the dtype of v.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes do not fit together.
     """
     if q.ndim != 3 or k.ndim != 4 or v.shape[:3] != k.shape[:3] or q.shape[0] != k.shape[0]:
         raise ValueError(
@@ -43,12 +43,8 @@ def decode_attention(
             f"q must have a multiple of the heads of k, and its head_dim, got {described(q)} and {described(k)}."
         )
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    if _runs_on_triton(q):
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16, torch.float32):
         from .triton_parts import decode_attention_in_parts
 
         return decode_attention_in_parts(q, k, v, begin, end, scale)
     return decode_attention_ref(q, k, v, begin, end, scale)
-
-
-def _runs_on_triton(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16, torch.float32)

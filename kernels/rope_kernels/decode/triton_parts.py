@@ -1,4 +1,4 @@
-"""Triton side of `decode_attention`: each program reads one part of one row's keys, then the parts are weighed."""
+"""Triton side of `decode_attention`: each program reads one part of a row's keys, then parts are weighted."""
 
 import torch
 import triton

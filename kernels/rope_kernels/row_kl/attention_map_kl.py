@@ -51,15 +51,15 @@ def attention_map_kl(
     require_heads("student_q", student_q, "teacher_q", teacher_q)
     require_heads("student_k", student_k, "teacher_k", teacher_k)
     batch, n_heads, n, head_dim = student_q.shape
-    same = (student_k.shape[0], *student_k.shape[2:]) == (batch, n, head_dim)
-    if not same or n_heads % student_k.shape[1] or not _alike(student_k, student_q):
+    k_is_like_q = (
+        (student_k.shape[0], *student_k.shape[2:]) == (batch, n, head_dim)
+        and student_k.dtype == student_q.dtype
+        and student_k.device == student_q.device
+    )
+    if not k_is_like_q or n_heads % student_k.shape[1]:
         raise ValueError(
             f"student_k must be [{batch}, n_kv_heads, {n}, {head_dim}] {student_q.dtype} on {student_q.device}, with "
             f"n_kv_heads a divisor of {n_heads}, got {list(student_k.shape)} {student_k.dtype} on {student_k.device}."
         )
     visibility = visibility_of("student_q", student_q, causal, key_mask, cu_seqlens, visibility)
     return row_kl((student_q, student_k), (teacher_q, teacher_k), student_scale, teacher_scale, visibility)
-
-
-def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return (x.dtype, x.device) == (y.dtype, y.device)

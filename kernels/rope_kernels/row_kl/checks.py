@@ -1,4 +1,4 @@
-"""How operators on rows of maps refuse heads and scales."""
+"""Checks of heads and scales for operators on rows of maps."""
 
 import torch
 
@@ -23,10 +23,10 @@ def scales_of(head_dim: int, student_scale: float | None, teacher_scale: float |
 
 
 def require_heads(name: str, x: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Refuse what is not a pair of [batch, n_heads, n, head_dim] of one shape, dtype and device.
+    """Check that both are [batch, n_heads, n, head_dim] of one shape, dtype and device.
 
     Raises:
-        ValueError: one is no such tensor, they differ, or they are too large for a launch on a GPU.
+        ValueError: one is not, they differ, or they are too large for a launch on a GPU.
     """
     allowed = "[batch, n_heads, n, head_dim], none 0, float16, bfloat16, float32 or float64"
     require_tensor(name, x, allowed)

@@ -1,7 +1,7 @@
 """KL between the rows of two attention-like maps, and its gradients, in plain torch and linear memory.
 
-Query rows are taken in chunks, and a chunk's map against all keys is formed, used and dropped. It is what runs on a
-CPU, and what the Triton kernels are compared with where a float64 map of all rows would not fit.
+The map of a chunk of query rows against all keys is formed, used and dropped. This runs on a CPU, and the Triton
+kernels are compared with it where a float64 map of all rows would not fit.
 """
 
 from collections.abc import Iterator
@@ -22,20 +22,7 @@ def row_kl_forward(
     teacher_scale: float,
     visibility: Visibility,
 ) -> torch.Tensor:
-    """KL(softmax(teacher_scale Qt Kt^T) || softmax(student_scale Qs Ks^T)) of each row, [batch, n_heads, n].
-
-    Args:
-        student_q: [batch, n_heads, n, head_dim], and so `teacher_q`.
-        student_k: [batch, n_kv_heads, n, head_dim], and so `teacher_k`; n_heads is a multiple of n_kv_heads.
-        teacher_q: see `student_q`.
-        teacher_k: see `student_k`.
-        student_scale: of the student's scores.
-        teacher_scale: of the teacher's scores.
-        visibility: which keys each query sees.
-
-    Returns:
-        float32, float64 for float64 inputs, 0 on rows that see nothing.
-    """
+    """`custom_op.row_kl` with both scales, and with keys also where they are the queries."""
     kl = torch.zeros(student_q.shape[:3], dtype=_compute_dtype(student_q), device=student_q.device)
     for rows, keys in chunks(student_q, visibility):
         seen = visibility.mask(rows, keys, kl.device)[:, :, None]

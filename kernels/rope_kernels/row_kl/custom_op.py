@@ -1,7 +1,7 @@
 """KL between the rows of two maps as one operator, which `relation_kl` and `attention_map_kl` call.
 
-An operator of its own, so that torch.compile and checkpointing take it as one step. It runs Triton kernels on a GPU and
-chunked torch elsewhere.
+It is registered with torch, so that torch.compile and checkpointing take it as one step. It runs Triton kernels on a
+GPU and chunked torch elsewhere.
 """
 
 from typing import Any
@@ -70,7 +70,7 @@ def _row_kl(
     first: torch.Tensor | None,
     end: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The KL, and what the backward of the Triton kernels needs of its softmaxes."""
+    """The KL, and the parts of its softmaxes that the backward of the Triton kernels needs."""
     keys = (student_q if student_k is None else student_k, teacher_q if teacher_k is None else teacher_k)
     inputs = (student_q, keys[0], teacher_q, keys[1], student_scale, teacher_scale)
     visibility = Visibility(causal, document, first, end)

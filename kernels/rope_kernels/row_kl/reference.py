@@ -62,15 +62,7 @@ def relation_mse_ref(
     student_scale: float | None = None,
     teacher_scale: float | None = None,
 ) -> torch.Tensor:
-    """Reference twin of `relation_mse`: the formula, with dense maps, in the dtype of `student`.
-
-    Args:
-        student: [batch, n_heads, n, head_dim].
-        teacher: of the same shape; no gradient flows to it.
-        visible: [..., n, n] bool, that broadcasts to [batch, n_heads, n, n].
-        student_scale: None means head_dim ** -0.5.
-        teacher_scale: None means head_dim ** -0.5.
-    """
+    """Reference twin of `relation_mse`: the formula, with dense maps, and the arguments of `relation_kl_ref`."""
     student_map, teacher_map = (
         _log_map(x, x, visible, scale).exp()
         for x, scale in ((student, student_scale), (teacher.detach(), teacher_scale))

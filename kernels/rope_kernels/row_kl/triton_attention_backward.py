@@ -1,4 +1,4 @@
-"""Triton backward of `attention_map_kl`: the gradients to queries and to keys, each in a kernel of its own."""
+"""Triton backward of `attention_map_kl`: one kernel for the gradient to queries, one for that to keys."""
 
 import torch
 import triton

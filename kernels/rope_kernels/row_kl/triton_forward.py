@@ -1,6 +1,6 @@
 """Triton forward of `relation_kl` and `attention_map_kl`: the KL of each row, in one sweep over the keys it sees.
 
-Imported where one of them is called on a GPU. `triton_tiles` says what the parts of a softmax are.
+Imported where one of them is called on a GPU. `triton_tiles` explains the parts of a softmax.
 """
 
 import torch
@@ -177,7 +177,7 @@ def row_kl_forward(*inputs: *Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def repair(inputs: Inputs, kl: torch.Tensor, parts: torch.Tensor) -> None:
-    """Compute anew, in place, the rows of `kl` and `parts` near a nan of `kl`, as `row_kl_forward` does all."""
+    """Recompute, in place, the blocks of `kl` and `parts` in which `kl` has a nan."""
     _launch_forward(inputs, kl, parts, repair=True)
 
 

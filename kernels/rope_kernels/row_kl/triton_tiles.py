@@ -23,7 +23,7 @@ Stage = Literal["forward", "backward"]
 
 
 class Tiles(NamedTuple):
-    """Rows that a block has of its own, rows of the other side that it walks over, warps, and tiles on their way."""
+    """Rows of a block, rows of the other side that it walks over at a time, warps, and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -80,7 +80,7 @@ def launch_options(x: torch.Tensor, visibility: Visibility, stage: Stage) -> dic
 
 
 def tiles_of(block_d: int, element_size: int, stage: Stage, capability: int, shared_memory: int) -> Tiles:
-    """The first of the tiles that fit the shared memory of a GPU, in 16 bits from the fastest of an H200 down.
+    """The first tiles that fit the shared memory of a GPU; for 16 bits, the fastest of an H200 come first.
 
     Args:
         block_d: features of a tile.
@@ -90,7 +90,7 @@ def tiles_of(block_d: int, element_size: int, stage: Stage, capability: int, sha
         shared_memory: bytes that a block may have there.
 
     Returns:
-        Those, or the smallest there are.
+        Those, or the smallest ones if none fit.
     """
     wide = block_d * element_size  # bytes of a row
     candidates: tuple[Tiles, ...]

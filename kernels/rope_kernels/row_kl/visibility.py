@@ -67,7 +67,7 @@ class Visibility:
         ends = torch.ones_like(begins)
         ends[:, :-1] = begins[:, 1:]
         end = torch.where(ends, index + 1, seq_len).flip(1).cummin(1).values.flip(1)
-        # numbered anew, so that no two runs have one number
+        # renumbered, so that no two runs share a number
         runs = torch.where(document >= 0, begins.cumsum(1), -1)
         return cls(causal, *(x.int().contiguous() for x in (runs, first, end)))
 
@@ -95,10 +95,10 @@ def visibility_of(
     cu_seqlens: torch.Tensor | Sequence[int] | None,
     visibility: Visibility | None,
 ) -> Visibility:
-    """What an operator on `x` [batch, n_heads, n, head_dim], called `name`, was told of visibility, in either form.
+    """The visibility for argument `name`, `x` [batch, n_heads, n, head_dim], given whole or as its three parts.
 
     Raises:
-        ValueError: both forms were given, or one does not fit `x`.
+        ValueError: both were given, or one does not fit `x`.
     """
     batch, _, seq_len, _ = x.shape
     if visibility is None:
@@ -109,8 +109,7 @@ def visibility_of(
     for beside, value in (("causal", causal), ("key_mask", key_mask), ("cu_seqlens", cu_seqlens)):
         if value is not None:
             raise ValueError(
-                f"{beside} must be None beside visibility, which says it too, got {described(value)}: give it to "
-                "make_visibility instead."
+                f"{beside} must be None beside visibility, got {described(value)}: give it to make_visibility instead."
             )
     document = visibility.document
     if document is not None and (document.shape != (batch, seq_len) or document.device != x.device):
@@ -130,7 +129,7 @@ def make_visibility(
     key_mask: torch.Tensor | None,
     cu_seqlens: torch.Tensor | Sequence[int] | None,
 ) -> Visibility:
-    """Read padding and document borders.
+    """Visibility from padding and document borders.
 
     Args:
         batch: rows.
@@ -142,11 +141,9 @@ def make_visibility(
             order: 0 first, batch * n last, rising, with every start of a row among them.
 
     Raises:
-        ValueError: a shape, dtype, device or order is not as above. Of borders on a GPU the order is asserted there,
-            so that nothing waits: wrong ones end in CUDA's device-side assert.
+        ValueError: a shape, dtype, device or order is not as above. The order of borders on a GPU is asserted on the
+            GPU, without a wait: wrong borders end in CUDA's device-side assert.
     """
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal must be True or False, got {described(causal)}.")
     if key_mask is None and cu_seqlens is None:
         return Visibility(causal)
     document = torch.zeros(batch, seq_len, dtype=torch.int32, device=device)

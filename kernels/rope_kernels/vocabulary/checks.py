@@ -1,4 +1,4 @@
-"""How operators of the vocabulary refuse rows, heads and labels."""
+"""Checks of rows, heads and labels for operators of the vocabulary."""
 
 from typing import Any
 
@@ -10,26 +10,13 @@ IGNORE_INDEX = -100  # torch's and Transformers' label of a token without a loss
 
 
 def require_chunk_rows(chunk_rows: Any) -> None:
-    """Refuse what is neither None nor a whole number of rows.
-
-    Raises:
-        ValueError: `chunk_rows` is no int, or is below 1.
-    """
-    if chunk_rows is None:
-        return
-    if not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool) or chunk_rows < 1:
+    """Raise ValueError unless `chunk_rows` is None or an int of at least 1."""
+    if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
         raise ValueError(f"chunk_rows must be a whole number, at least 1, or None, got {chunk_rows!r}.")
 
 
-def require_head(
-    hidden_name: str,
-    hidden: Any,
-    weight_name: str,
-    weight: Any,
-    bias_name: str,
-    bias: Any,
-) -> None:
-    """Refuse rows [N, H], a head [V, H] and a bias [V] or None that do not fit, or are not of one dtype and device.
+def require_head(hidden_name: str, hidden: Any, weight_name: str, weight: Any, bias_name: str, bias: Any) -> None:
+    """Check rows [N, H], a head [V, H] and a bias [V] or None, all of one dtype and device.
 
     Raises:
         ValueError: a shape, dtype or device does not fit the others.
@@ -59,7 +46,7 @@ def require_head(
 
 
 def require_labels(labels: Any, hidden_name: str, hidden: torch.Tensor, vocab_size: int) -> None:
-    """Refuse labels that are not [N] int64 in [0, V) or -100, on the device of `hidden` [N, H].
+    """Check that labels are [N] int64 in [0, V) or -100, on the device of `hidden` [N, H].
 
     Raises:
         ValueError: the shape, dtype or device does not fit, or a label is out of range.

@@ -19,7 +19,7 @@ class Teacher(NamedTuple):
 
 
 class LinearCEKL(torch.autograd.Function):
-    """Gradients of the scalar are formed in the forward; the backward multiplies them by what comes in."""
+    """Gradients of the scalar are formed in the forward; the backward scales them by the incoming gradient."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class LinearCEKL(torch.autograd.Function):
         if runs_on_triton(hidden_std):
             from .triton_rows import vocabulary_rows as in_rows
         labelled, on_view = labels != IGNORE_INDEX, kl_weight != 0
-        # a teacher takes the place of the standard view in the KL, which then says nothing of labels
+        # with a teacher the rows of the KL do not hold the standard view, so labels need a pass of their own
         alone = labelled if teacher is not None else labelled & ~on_view
         for both, rows in ((False, alone), (True, on_view)):
             index = rows.nonzero().squeeze(1)
@@ -129,15 +129,16 @@ class LinearCEKL(torch.autograd.Function):
         return (*(None if g is None else (g * factor).to(g.dtype) for g in grads), *(None,) * 9)
 
 
-def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Products of rows and head, [n, V], in the dtype of `out`, which tensor cores accumulate in anyway."""
+def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write products of rows and head, [n, V], in the dtype of `out`, in which tensor cores accumulate anyway."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
     elif hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
     else:
         out.copy_(hidden @ weight.t())
-    return out if bias is None else out.add_(bias)
+    if bias is not None:
+        out.add_(bias)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ Direction = Literal["reverse", "forward", "jsd"]
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What a model does to the products of its head: z = softcap tanh(scale product / softcap).
+    """Logits from the products of a head: z = softcap tanh(scale product / softcap).
 
     Args:
         scale: multiplies the products, above 0.
@@ -36,7 +36,7 @@ class HeadOutput:
         logits = products * self.scale if self.scale != 1.0 else products
         if self.softcap is None:
             return logits
-        # plus nothing, which is nan where a product is infinite: the tanh would hide it
+        # adds 0, or nan where a product is infinite, which the tanh would hide
         return torch.add(self.softcap * torch.tanh(logits / self.softcap), logits, alpha=0)
 
     def back(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class RowMetrics:
         kl: divergence of the view from the standard view, 0 where its weight is 0.
         entropy: of the standard view's distribution, 0 without a label.
         is_top1: bool, whether no logit of the standard view is above the label's.
-        ce_factor: what `ce_reference` made of the cross-entropy's weight, 1 where there is none.
+        ce_factor: factor of the cross-entropy's weight by `ce_reference`, 1 where there is none.
     """
 
     ce: torch.Tensor
@@ -96,10 +96,10 @@ def vocabulary_rows(
         products: of hidden states and head, [2n, V] in float32 or float64, those of the standard view above those of
             the view, or [n, V] of the standard view where no row has a divergence; may be overwritten.
         labels: [n] int64, -100 for none.
-        ce_weight: [n] of the dtype of `products`; what it says about rows without a label does not count.
+        ce_weight: [n] of the dtype of `products`; ignored on rows without a label.
         kl_weight: [n] of the dtype of `products`.
         direction: of the divergence.
-        head: what turns products into logits.
+        head: turns products into logits.
         dtype: of the gradient.
         ce_reference: [n] or None, as in `ce_factors`, whose values are constants.
         ce_cap: the largest factor, as `cap` in `ce_factors`.

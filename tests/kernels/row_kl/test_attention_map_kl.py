@@ -2,27 +2,22 @@
 
 import pytest
 import torch
-from support.row_kl import check, relations, visible
+from support.operators import check_attention_map, relations, visible
 
-from rope_kernels import attention_map_kl, attention_map_kl_ref
+from rope_kernels import attention_map_kl
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [((2, 2), F32), ((4, 2), F32), ((4, 2), BF16), ((4, 2), F16), ((3, 1), F16)], ids=str
+)
 def test_attention_map_kl_is_as_exact_as_torch(heads, dtype, device):
     n_heads, n_kv_heads = heads
     q, teacher_q = relations(2, n_heads, 50, 32, dtype=dtype, device=device)
     k, teacher_k = relations(2, n_kv_heads, 50, 32, dtype=dtype, device=device)
     seen = visible(50, device=device)
-    check(
-        attention_map_kl(q, k, teacher_q, teacher_k),
-        [q, k],
-        lambda a, b: attention_map_kl_ref(a, b, teacher_q, teacher_k, seen),
-        lambda a, b: attention_map_kl_ref(a, b, teacher_q.double(), teacher_k.double(), seen),
-        torch.rand(2, n_heads, 50, device=device),
-    )
+    check_attention_map(q, k, teacher_q, teacher_k, seen, torch.rand(2, n_heads, 50, device=device))
 
 
 def test_keys_that_do_not_divide_the_queries_are_refused():

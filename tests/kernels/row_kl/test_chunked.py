@@ -1,7 +1,7 @@
 """Chunks of rows on a CPU."""
 
 import torch
-from support.row_kl import relations
+from support.operators import relations
 
 from rope_kernels import relation_kl
 from rope_kernels.row_kl import chunked

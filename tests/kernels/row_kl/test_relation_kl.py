@@ -2,26 +2,28 @@
 
 import pytest
 import torch
-from support.row_kl import check, relations, visible
+from support.operators import check_relation, relations, visible
 
 from rope_kernels import relation_kl, relation_kl_ref
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 32), (2, 3, 37, 64), (1, 2, 130, 80), (1, 1, 65, 192)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 1, 1, 32), F32),
+        *(((2, 2, 37, 64), dtype) for dtype in (F32, BF16)),
+        *(((1, 1, 130, 80), dtype) for dtype in (F32, BF16, F16)),
+        ((1, 1, 65, 192), F16),
+    ],
+    ids=str,
+)
 def test_relation_kl_is_as_exact_as_torch(shape, dtype, device):
     student, teacher = relations(*shape, dtype=dtype, device=device)
     seen = visible(shape[2], device=device)
     weight = torch.rand(shape[:3], device=device)
-    check(
-        relation_kl(student, teacher),
-        [student],
-        lambda s: relation_kl_ref(s, teacher, seen),
-        lambda s: relation_kl_ref(s, teacher.double(), seen),
-        weight,
-    )
+    check_relation(student, teacher, seen, weight)
 
 
 def test_the_gradient_has_both_roles_of_x(device):
@@ -41,17 +43,11 @@ def test_scales_of_student_and_teacher_are_apart(device):
     student, teacher = relations(1, 2, 40, 32, device=device)
     seen = visible(40, device=device)
     scales = {"student_scale": 0.3, "teacher_scale": 0.1}
-    check(
-        relation_kl(student, teacher, **scales),
-        [student],
-        lambda s: relation_kl_ref(s, teacher, seen, **scales),
-        lambda s: relation_kl_ref(s, teacher.double(), seen, **scales),
-        torch.ones(1, 2, 40, device=device),
-    )
+    check_relation(student, teacher, seen, torch.ones(1, 2, 40, device=device), scales)
 
 
 def test_any_layout_gives_the_same(device):
-    student, teacher = relations(2, 3, 45, 32, device=device)
+    student, teacher = relations(2, 2, 20, 32, device=device)
     expected = relation_kl(student, teacher)
     expected.sum().backward()
     tokens_first = student.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
@@ -75,22 +71,12 @@ def test_large_scores_stay_finite(device):
     student, teacher = relations(1, 1, 60, 128, device=device, spread=6.0)
     seen = visible(60, device=device)
     assert (student @ student.transpose(-1, -2)).max() * 128**-0.5 > 300
-    check(
-        relation_kl(student, teacher),
-        [student],
-        lambda s: relation_kl_ref(s, teacher, seen),
-        lambda s: relation_kl_ref(s, teacher.double(), seen),
-        torch.ones(1, 1, 60, device=device),
-    )
+    check_relation(student, teacher, seen, torch.ones(1, 1, 60, device=device))
 
 
 def test_two_runs_give_the_same_bits(device):
-    student, teacher = relations(1, 2, 100, 64, device=device, dtype=torch.float16)
-    grads = []
-    for _ in range(2):
-        student.grad = None
-        relation_kl(student, teacher).sum().backward()
-        grads.append(student.grad)
+    student, teacher = relations(1, 1, 70, 64, device=device, dtype=torch.float16)
+    grads = [torch.autograd.grad(relation_kl(student, teacher).sum(), student)[0] for _ in range(2)]
     assert torch.equal(*grads)
 
 
@@ -102,7 +88,7 @@ def test_float64_is_the_formula():
     assert kl.dtype == torch.float64
     torch.testing.assert_close(kl, relation_kl_ref(student, teacher.double(), seen), rtol=1e-12, atol=1e-13)
     torch.autograd.gradcheck(
-        lambda s: relation_kl(s, teacher.double()[..., :12, :]), student[..., :12, :].detach().requires_grad_()
+        lambda s: relation_kl(s, teacher.double()[..., :5, :]), student[..., :5, :].detach().requires_grad_()
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.row_kl import relations
+from support.operators import relations
 
 from rope_kernels import Visibility
 from rope_kernels.row_kl import custom_op, triton_forward

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from support.compiled_kernels import GPUS, compile_for
-from support.row_kl import IMPLEMENTATIONS, check, implementation, relations, visible
+from support.operators import IMPLEMENTATIONS, check_attention_map, check_relation, implementation, relations, visible
 
-from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref
 from rope_kernels.row_kl.triton_tiles import Tiles, tiles_of
 
 pytest.importorskip("triton.backends.nvidia", reason="Triton has no compiler for NVIDIA's GPUs here")
@@ -45,31 +44,23 @@ def test_less_shared_memory_gives_smaller_tiles(element_size):
         assert sizes == sorted(sizes, reverse=True) and sizes[-1] == 256
 
 
-@pytest.mark.parametrize("shared_memory", [0, 2**15, 2**16, 101_376])
-@pytest.mark.parametrize("documents", [None, [[0] * 40 + [1] * 50]])
+@pytest.mark.parametrize(
+    ("shared_memory", "n", "border"),
+    [(0, 40, None), (0, 40, 19), (2**15, 40, 19), (2**16, 40, None), (101_376, 80, 41)],
+)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS[1:])
-def test_all_sizes_are_exact(name, monkeypatch, documents, shared_memory):
+def test_all_sizes_are_exact(name, monkeypatch, shared_memory, n, border):
+    """Tiles of 16 x 16, 32 x 16, 32 x 32 and 64 x 64, of one document or two."""
     device = implementation(name, monkeypatch)
     monkeypatch.setattr("rope_kernels.row_kl.triton_tiles._shared_memory", lambda device: (8, shared_memory))
     # numpy rounds products of small tiles in other ways forward and backward, and the more, the larger scores are
-    student, teacher = relations(1, 2, 90, 64, device=device, spread=0.5)
-    seen, weight = visible(90, documents=documents, device=device), torch.rand(1, 2, 90, device=device)
-    given = {} if documents is None else {"cu_seqlens": [0, 40, 90]}
-    check(
-        relation_kl(student, teacher, **given),
-        [student],
-        lambda s: relation_kl_ref(s, teacher, seen),
-        lambda s: relation_kl_ref(s, teacher.double(), seen),
-        weight,
-    )
+    student, teacher = relations(1, 2, n, 64, device=device, spread=0.5)
+    documents = None if border is None else [[int(i >= border) for i in range(n)]]
+    seen, weight = visible(n, documents=documents, device=device), torch.rand(1, 2, n, device=device)
+    given = {} if border is None else {"cu_seqlens": [0, border, n]}
+    check_relation(student, teacher, seen, weight, **given)
     q, k = student.detach().requires_grad_(), teacher.detach()[:, :1].requires_grad_()
-    check(
-        attention_map_kl(q, k, teacher + 0.1, k.detach(), **given),
-        [q, k],
-        lambda a, b: attention_map_kl_ref(a, b, teacher + 0.1, k.detach(), seen),
-        lambda a, b: attention_map_kl_ref(a, b, (teacher + 0.1).double(), k.detach().double(), seen),
-        weight,
-    )
+    check_attention_map(q, k, teacher + 0.1, k.detach(), seen, weight, **given)
 
 
 @pytest.mark.slow

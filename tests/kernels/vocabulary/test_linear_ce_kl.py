@@ -4,21 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.operators import IMPLEMENTATIONS, implementation
 
 from rope_kernels import linear_ce_kl, linear_ce_kl_ref
 
-# torch on a CPU; Triton's interpreter on a CPU, which reads the same code as a GPU compiles; a GPU
-IMPLEMENTATIONS = ["torch", "interpreter", pytest.param("gpu", marks=pytest.mark.gpu)]
+IMPLEMENTATIONS = IMPLEMENTATIONS[:3]  # no kernel here is Hopper's own
+N, V = 11, 21
 DIRECTIONS = ["reverse", "forward", "jsd"]
 HEADS = [{}, {"logit_scale": 0.3}, {"softcap": 3.0}, {"logit_scale": 2.0, "softcap": 5.0}]
-
-
-def implementation(name, monkeypatch):
-    if name == "interpreter":
-        if torch.cuda.is_available():
-            pytest.skip("the kernel is compiled here")
-        monkeypatch.setattr("rope_kernels.vocabulary.chunked.runs_on_triton", lambda x: True)
-    return "cuda" if name == "gpu" else "cpu"
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -28,20 +21,22 @@ def device(request, monkeypatch):
 
 @pytest.fixture
 def dtype(request, device):
-    """What the implementation is exact in."""
-    return torch.float64 if "torch" in request.node.name else torch.float32
+    """The dtype in which the implementation is exact."""
+    return torch.float64 if "chunked" in request.node.name else torch.float32
 
 
-def problem(n_rows=11, hidden=8, vocab=37, *, dtype=torch.float64, device="cpu"):
+def problem(n_rows=N, hidden=8, vocab=V, *, dtype=torch.float64, device="cpu"):
+    """Rows with a label and a KL, with one of them, and with neither."""
+
     def tensor(*shape):
         return torch.randn(*shape, device=device, dtype=torch.float64)
 
     std, weight, bias = tensor(n_rows, hidden), tensor(vocab, hidden), tensor(vocab)
     inputs = [x.to(dtype).requires_grad_() for x in (std, std + 0.3 * tensor(n_rows, hidden), weight, bias)]
     labels = torch.randint(0, vocab, (n_rows,), device=device)
-    labels[torch.rand(n_rows, device=device) < 0.3] = -100
+    labels[::3] = -100
     ce_weight, kl_weight = torch.rand(n_rows, device=device), torch.rand(n_rows, device=device)
-    kl_weight[torch.rand(n_rows, device=device) < 0.4] = 0
+    kl_weight[1::4] = 0
     return inputs, labels, ce_weight, kl_weight
 
 
@@ -58,35 +53,46 @@ def both(inputs, labels, ce_weight, kl_weight, direction, head, **options):
     return loss, rows, grads, expected, torch.autograd.grad(3 * expected, exact)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 4, None])
-@pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("direction", DIRECTIONS)
+def assert_close(results, dtype):
+    """The loss and the gradients that `both` returned."""
+    loss, _, grads, expected, expected_grads = results
+    torch.testing.assert_close(loss, expected.to(dtype))
+    for actual, right in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(actual, right.to(dtype), atol=1e-5 if dtype == torch.float32 else 1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("direction", "head", "chunk_rows"),
+    [
+        ("reverse", HEADS[0], 1),
+        ("reverse", HEADS[3], None),
+        ("forward", HEADS[1], 4),
+        ("forward", HEADS[2], None),
+        ("jsd", HEADS[0], None),
+        ("jsd", HEADS[3], 4),
+    ],
+)
 def test_it_is_the_formula_with_all_its_gradients(direction, head, chunk_rows, device, dtype):
     data = problem(device=device, dtype=dtype)
-    loss, _, grads, expected, wanted_grads = both(*data, direction, head, chunk_rows=chunk_rows)
-    torch.testing.assert_close(loss, expected.to(dtype))
-    for mine, right in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(mine, right.to(dtype), atol=1e-5 if dtype == torch.float32 else 1e-7, rtol=1e-5)
+    assert_close(both(*data, direction, head, chunk_rows=chunk_rows), dtype)
 
 
-@pytest.mark.parametrize("chunk_rows", [4, None])
-@pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("direction", "head", "chunk_rows"), [("reverse", HEADS[2], 4), ("forward", HEADS[3], None), ("jsd", HEADS[0], 4)]
+)
 def test_a_teacher_takes_the_place_of_the_standard_view_in_the_kl(direction, head, chunk_rows, device, dtype):
     data = problem(device=device, dtype=dtype)
     teacher = {
-        "teacher_hidden": torch.randn(11, 5, device=device, dtype=dtype, requires_grad=True),
-        "teacher_weight": torch.randn(37, 5, device=device, dtype=dtype, requires_grad=True),
-        "teacher_bias": torch.randn(37, device=device, dtype=dtype),
+        "teacher_hidden": torch.randn(N, 5, device=device, dtype=dtype, requires_grad=True),
+        "teacher_weight": torch.randn(V, 5, device=device, dtype=dtype, requires_grad=True),
+        "teacher_bias": torch.randn(V, device=device, dtype=dtype),
     }
-    loss, rows, grads, expected, wanted_grads = both(*data, direction, {**head, **teacher}, chunk_rows=chunk_rows)
-    torch.testing.assert_close(loss, expected.to(dtype))
-    for mine, right in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(mine, right.to(dtype), atol=1e-5 if dtype == torch.float32 else 1e-7, rtol=1e-5)
+    results = both(*data, direction, {**head, **teacher}, chunk_rows=chunk_rows)
+    assert_close(results, dtype)
     _, without = linear_ce_kl(*data[0][:3], *data[1:], direction, bias=data[0][3], **head)
     for name in ("ce", "entropy", "is_top1"):
-        torch.testing.assert_close(getattr(rows, name), getattr(without, name))
-    assert not torch.allclose(rows.kl, without.kl)
+        torch.testing.assert_close(getattr(results[1], name), getattr(without, name))
+    assert not torch.allclose(results[1].kl, without.kl)
 
 
 def test_metrics_are_those_of_the_standard_view(device, dtype):
@@ -105,15 +111,15 @@ def test_metrics_are_those_of_the_standard_view(device, dtype):
 
 def test_the_standard_side_of_the_kl_is_a_constant():
     (std, view, weight, bias), labels, _, kl_weight = problem()
-    loss, _ = linear_ce_kl(std, view, weight, labels, torch.zeros(11), kl_weight, bias=bias)
+    loss, _ = linear_ce_kl(std, view, weight, labels, torch.zeros(N), kl_weight, bias=bias)
     grad_std, grad_view = torch.autograd.grad(loss, [std, view])
     assert not grad_std.any() and grad_view.any()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
-    n_rows=st.integers(0, 14),
-    vocab=st.integers(5, 70),
+    n_rows=st.integers(0, 9),
+    vocab=st.integers(5, 40),
     direction=st.sampled_from(DIRECTIONS),
     head=st.sampled_from(HEADS),
     chunk_rows=st.one_of(st.none(), st.integers(1, 40)),
@@ -125,7 +131,7 @@ def test_the_standard_side_of_the_kl_is_a_constant():
 def test_low_precision_is_as_exact_as_torch(name, n_rows, vocab, direction, head, chunk_rows, dtype, size, seed):
     """Also where weights are tiny: 16-bit gradients of a token among millions must not vanish."""
     if name == "interpreter" and dtype == torch.bfloat16:
-        return  # numpy has none
+        return  # numpy has no bfloat16
     with pytest.MonkeyPatch.context() as monkeypatch:
         compare(implementation(name, monkeypatch), n_rows, vocab, direction, head, chunk_rows, dtype, size, seed)
 
@@ -142,15 +148,16 @@ def compare(device, n_rows, vocab, direction, head, chunk_rows, dtype, size, see
     )
     if not plain.isfinite():
         return  # float16's own range
-    slack = 2 * (plain.double() - expected).abs() + (2e-2 if dtype != torch.float32 else 1e-5) * expected.abs() + 1e-9
-    assert (loss.double() - expected).abs() <= slack
+    rounding = 1e-6 * size  # a KL is a difference of log-sum-exps, each rounded to 1e-7 of itself
+    slack = 2 * (plain.double() - expected).abs() + (2e-2 if dtype != torch.float32 else 1e-5) * expected.abs()
+    assert (loss.double() - expected).abs() <= slack + rounding
     if dtype == torch.float16 and size != 1.0:
         return  # the gradients themselves are out of its range
     for mine, their, right in zip(grads, torch.autograd.grad(3 * plain, inputs), rights, strict=True):
         error = (mine.double() - right).norm()
         # a few roundings, which torch's happen to cancel in small sums
         floor = 1e-5 if dtype == torch.float32 else 2**-7
-        assert error <= 2 * (their.double() - right).norm() + floor * right.norm() + 1e-12
+        assert error <= 2 * (their.double() - right).norm() + floor * right.norm() + 3 * rounding
 
 
 def test_longce_factors_are_constants_of_the_sweep(device, dtype):
@@ -220,52 +227,45 @@ def test_a_head_that_masks_words(device, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"labels": torch.full((11,), 37)}, r"labels must be in \[0, 37\) or -100, got 37"),
+        ({"labels": torch.full((11,), 21)}, r"labels must be in \[0, 21\) or -100, got 21"),
         ({"direction": "both"}, r"direction must be one of .*, got 'both'"),
         ({"hidden_view": torch.zeros(10, 8, dtype=torch.float64)}, r"hidden_view must be \[11, 8\] .*, got \[10, 8\]"),
         ({"hidden_view": None}, "must both be given, or both be None"),
         ({"ce_weight": torch.zeros(10)}, r"ce_weight must be \[11\] floating point"),
         ({"kl_weight": torch.zeros(11, requires_grad=True)}, "kl_weight is a constant here: detach it"),
-        ({"labels": torch.full((11,), -1)}, r"labels must be in \[0, 37\) or -100, got -1"),
+        ({"labels": torch.full((11,), -1)}, r"labels must be in \[0, 21\) or -100, got -1"),
         ({"labels": torch.zeros(11, dtype=torch.int32)}, r"labels must be \[11\] int64 .*, got \[11\] torch.int32"),
         ({"ce_weight": [1.0] * 11}, r"ce_weight must be \[11\] floating point on cpu, a tensor, got \[1.0, 1.0"),
         ({"ce_weight": torch.ones(11, dtype=torch.int64)}, r"ce_weight must be \[11\] floating .*, got .* torch.int64"),
         ({"ce_reference": torch.zeros(10)}, r"ce_reference must be \[11\] floating point on cpu, got \[10\]"),
         ({"ce_reference": torch.zeros(11, dtype=torch.int64)}, r"ce_reference must be .*, got \[11\] torch.int64"),
         ({"ce_cap": float("nan")}, "ce_cap must be above 0, got nan"),
-        ({"ce_cap": True}, "ce_cap must be above 0, got True"),
-        *(
-            ({"logit_scale": scale}, f"logit_scale must be above 0 and finite, got {scale!r}")
-            for scale in (0.0, -1.0, float("nan"), float("inf"), True, "1")
-        ),
-        *(
-            ({"softcap": cap}, f"softcap must be above 0 and finite, or None for none, got {cap}")
-            for cap in (0.0, -1.0, float("nan"), float("inf"))
-        ),
+        ({"logit_scale": float("inf")}, "logit_scale must be above 0 and finite, got inf"),
+        ({"softcap": 0.0}, "softcap must be above 0 and finite, or None for none, got 0.0"),
         ({"teacher_hidden": torch.zeros(11, 4)}, "teacher_hidden and teacher_weight go together"),
         (
-            {"teacher_hidden": torch.zeros(9, 4), "teacher_weight": torch.zeros(37, 4)},
+            {"teacher_hidden": torch.zeros(9, 4), "teacher_weight": torch.zeros(21, 4)},
             r"teacher_hidden must be \[N, H_t\], N and device as in hidden_view, got \[9, 4\]",
         ),
         (
-            {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(37, 5)},
-            r"teacher_weight must be \[V, H\] with H = 4 as in teacher_hidden .*, got \[37, 5\]",
+            {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(21, 5)},
+            r"teacher_weight must be \[V, H\] with H = 4 as in teacher_hidden .*, got \[21, 5\]",
         ),
         (
-            {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(37, 4).half()},
+            {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(21, 4).half()},
             "teacher_weight must be torch.float32 on cpu as teacher_hidden is, got .* torch.float16",
         ),
         (
             {
                 "teacher_hidden": torch.zeros(11, 4),
-                "teacher_weight": torch.zeros(37, 4),
-                "teacher_bias": torch.zeros(36),
+                "teacher_weight": torch.zeros(21, 4),
+                "teacher_bias": torch.zeros(20),
             },
-            r"teacher_bias must be None or \[V\] with V = 37 as in teacher_weight, got \[36\]",
+            r"teacher_bias must be None or \[V\] with V = 21 as in teacher_weight, got \[20\]",
         ),
         (
-            {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(30, 4)},
-            r"teacher_weight must be \[37, 4\], one vocabulary for both, got \[30, 4\]",
+            {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(19, 4)},
+            r"teacher_weight must be \[21, 4\], one vocabulary for both, got \[19, 4\]",
         ),
         ({"chunk_rows": 0}, "chunk_rows must be a whole number, at least 1, or None, got 0"),
     ],

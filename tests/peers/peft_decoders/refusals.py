@@ -7,7 +7,7 @@ REFUSED_MODELS: dict[str, tuple[str, ...]] = {"standard": (), "same-places": ()}
 
 _SHADOW = Refusal(
     error="has a decoder with RoPE of its own",
-    reason="PEFT's Shadow adds a second decoder to the model, and a view holds for one: saving says so.",
+    reason="PEFT's Shadow adds a second decoder to the model, and a view holds for one: saving refuses it.",
     tests=tuple(
         f"{test}[ShadowConfig-config_kwargs28-trl-internal-testing/tiny-random-LlamaForCausalLM]"
         for test in ("test_save_pretrained", "test_save_pretrained_selected_adapters")
