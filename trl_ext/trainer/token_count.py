@@ -39,9 +39,9 @@ def tokens_until(checkpoint: str | Path) -> int:
     if not file.is_file():
         return 0
     state = json.loads(file.read_text(encoding="utf-8"))
-    kept = state.get("stateful_callbacks", {}).get(_KEPT)
-    logged = [entry["num_tokens"] for entry in state.get("log_history", []) if "num_tokens" in entry]
-    return int(kept["tokens"]) if kept else int(max(logged, default=0))
+    if kept := state.get("stateful_callbacks", {}).get(_KEPT):
+        return int(kept["tokens"])
+    return int(max((entry.get("num_tokens", 0) for entry in state.get("log_history", [])), default=0))
 
 
 class TokenRate:

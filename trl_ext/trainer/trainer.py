@@ -41,7 +41,7 @@ from ..runs.record import RunRecord
 from ..runs.same_adapters import require_same_adapters
 from ..runs.same_rows import require_same_data
 from .dataset_checks import named_sets, require_kept_borders, require_known_tokens, require_text
-from .finite_losses import FiniteLosses, require_finite_weights, tell_of_evaluation
+from .finite_losses import FiniteLosses, log_broken_evaluation, require_finite_weights
 from .length_checks import check_evaluation_lengths, check_lengths
 from .model_loading import loading_options, warn_of_idle_gpus
 from .model_setup import (
@@ -577,7 +577,7 @@ class RopeSFTTrainer(SFTTrainer):
                     labels = inputs.pop("labels", None)
                     logits = model(**inputs, use_cache=False).logits
                 result = loss, logits, labels
-        tell_of_evaluation(result[0])
+        log_broken_evaluation(result[0])
         return result
 
     def _predict_in_ring(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
