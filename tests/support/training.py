@@ -41,7 +41,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
-@functools.cache
 def documents(n: int = 24, longest: int = 24, seed: int = 0, n_labels: int | None = None) -> Dataset:
     """`n` documents of 12 to `longest` random tokens, of which the first `n_labels` that can have a label do."""
     rng = random.Random(seed)

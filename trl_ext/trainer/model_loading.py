@@ -44,7 +44,7 @@ def loading_options(model: Any, args: "RopeSFTConfig") -> Iterator[None]:
     spread it over all.
     """
     given = args.model_init_kwargs
-    options: Any = dict(given or {})  # parsed from JSON by now
+    options: dict[str, Any] = {**(given or {})}  # type: ignore[dict-item]  # parsed from JSON by now
     if sees_idle_gpus(args):
         options.setdefault("device_map", {"": args.device.index or 0})
     if (

@@ -43,14 +43,15 @@ class TrainingText:
         """The trainer's tokenizer, or the model's, with the end-of-sequence token and template that `args` name."""
         args, tokenizer = self.args, self.processing_class
         if isinstance(tokenizer, ProcessorMixin):
-            tokenizer = tokenizer.tokenizer  # type: ignore[attr-defined]
+            tokenizer = tokenizer.tokenizer
         elif tokenizer is None:
-            name, revision = self.model, None
+            name: Any = self.model
+            revision = None
             if isinstance(self.model, str):
                 loading: Any = args.model_init_kwargs or {}  # parsed from JSON by now
                 revision = loading.get("revision")
             else:
-                name = self.model.config._name_or_path  # type: ignore[union-attr]
+                name = name.config._name_or_path
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
         template = self._template_file
         if args.eos_token is None and template is None:

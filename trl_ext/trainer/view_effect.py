@@ -1,6 +1,7 @@
 """Check before training that a view changes something in the documents of a run."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -49,8 +50,9 @@ def require_effect_on(
         return
     alternatives = view.alternatives()
     if len(alternatives) > 1:  # a few draws may all be of one view, so each is checked by itself
-        for part in alternatives:
-            require_effect_on(part, lengths, n_layers, reads_last=reads_last, controls=controls, documents=documents)
+        options: Any = {"reads_last": reads_last, "controls": controls, "documents": documents}
+        for alternative in alternatives:
+            require_effect_on(alternative, lengths, n_layers, **options)
         return
     control = view.why_control() if controls else None
     if control is not None:

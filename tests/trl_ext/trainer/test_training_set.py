@@ -189,17 +189,17 @@ def test_a_stream_is_cut_too_and_says_that_it_is_not_counted(packing, caplog, tm
     counted = rows_of(data, max_length=10, packing=packing)
     assert [row["input_ids"] for row in stream] == counted["input_ids"]
     assert "train_dataset is a stream, whose documents and tokens are not counted. Documents longer than" in caplog.text
-    options = {"max_length": 10, "packing": packing, "max_steps": 2, "long_documents": "split"}
+    options = {"max_length": 10, "packing": packing, "max_steps": 1, "long_documents": "split"}
     run = trainer(tmp_path, train_dataset=data.to_iterable_dataset(), **options)
     run.train()
-    assert len(logged(run, "loss")) == 2
+    assert len(logged(run, "loss")) == 1
 
 
 PACKED = {"packing": True, "learning_rate": 0.0, "max_steps": 1, "per_device_train_batch_size": 7}
 
 
 def test_rows_that_are_packed_already_keep_their_documents(tmp_path):
-    first = trainer(tmp_path, **PACKED)
+    first = trainer(tmp_path, train_dataset=documents(7), **PACKED)
     again = trainer(tmp_path, train_dataset=first.train_dataset, **PACKED)
     joined = trainer(
         tmp_path,
