@@ -163,7 +163,7 @@ class RopeSFTConfig(SFTConfig):
         says_which_is_better = self.greater_is_better is not None
         super().__post_init__()
         if not says_which_is_better and _PART_OF_LOSS.fullmatch(self.metric_for_best_model or ""):
-            self.greater_is_better = False  # Transformers says so of names that end in "loss" alone
+            self.greater_is_better = False  # which Transformers sets for names that end in "loss" alone
         self.view_args = as_recipe(self.view_args)  # which reports and records can write
         # a wrong name or option stops here, before a model is loaded
         for name, choices in _CHOICES.items():
@@ -322,7 +322,7 @@ class RopeSFTConfig(SFTConfig):
 
     @property
     def needs_rope(self) -> bool:
-        """Whether anything is asked of a model's RoPE or attention, or TRL's training is all there is."""
+        """Whether training needs a model with RoPE that can be patched; otherwise it is TRL's alone."""
         return (
             self.rescale is not None
             or self.view != TRUE_POSITIONS

@@ -1,4 +1,4 @@
-"""Whether a trainer's objective works with its other options, engine and devices; asked before training."""
+"""Whether a trainer's objective works with its other options, engine and devices; checked before training."""
 
 from typing import TYPE_CHECKING, Any
 

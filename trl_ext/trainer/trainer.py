@@ -1,5 +1,6 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -63,7 +64,7 @@ from .step_batches import (
     require_borders,
     total_counts,
 )
-from .token_count import TokenRate, counts_of_all_ranks, keep_count, tokens_until
+from .token_count import counts_of_all_ranks, keep_count, tokens_until
 from .training_set import prepare_rows, require_taught, with_masked_loss
 from .training_text import prepare_text
 from .view import TrainerView
@@ -222,7 +223,7 @@ class RopeSFTTrainer(SFTTrainer):
         self._shifted = None if group is None else ShiftedAttention(self.model, group)
         self._step_counts: dict[str, int] = {}  # divisors of the losses of an optimizer step
         self._means = {mode: self._new_means() for mode in ("train", "eval")}
-        self._token_rate = TokenRate()
+        self._last_log = (0.0, 0.0)  # tokens and seconds
         self._finite_losses = FiniteLosses(self.accelerator)
         self._batches_left = 0  # of the optimizer step
         self._whole: dict[str, Any] | None = None  # rows of the current batch, where ranks share them
@@ -490,7 +491,7 @@ class RopeSFTTrainer(SFTTrainer):
         return loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's norm of the gradients, which it asks for before each optimizer step, with and without clipping."""
+        """Trainer's norm of the gradients, which it computes before each optimizer step, with and without clipping."""
         norm = super()._get_grad_norm(*args, **kwargs)
         self._finite_losses.require_gradient(norm, self.state.global_step)
         return norm
@@ -498,9 +499,10 @@ class RopeSFTTrainer(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, with tokens per second since the last one."""
         if self.model.training and "loss" in logs:
-            rate = self._token_rate.since_last(float(self._total_train_tokens))
-            if rate is not None:
-                self._metrics["train"]["tokens_per_second"].append(rate)
+            (before, then), now = self._last_log, (float(self._total_train_tokens), time.perf_counter())
+            self._last_log = now
+            if then and now[0] > before:  # not in the first log, whose beginning is not known
+                self._metrics["train"]["tokens_per_second"].append((now[0] - before) / (now[1] - then))
         super().log(logs, start_time)
 
     def _new_means(self) -> StepMeans:
