@@ -39,7 +39,7 @@ def check_lengths(
     lengths = document_lengths(train_dataset)
     lengths = None if lengths is None else view.kept(lengths)
     longest = None if lengths is None else int(lengths.max())
-    check_window(model, view, longest, warns=args.process_index == 0)
+    check_window(model, view, longest, tell=args.process_index == 0)
     source.checked_length = 0  # the documents of an earlier trainer may have been longer
     if lengths is None or not longest:
         return

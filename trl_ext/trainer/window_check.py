@@ -14,14 +14,14 @@ from rope_patch.views import View
 logger = logging.get_logger(__name__)
 
 
-def check_window(model: Any, view: View, longest: int | None, *, warns: bool = True) -> None:
+def check_window(model: Any, view: View, longest: int | None, *, tell: bool = True) -> None:
     """Compare the window of a model with the positions that it will be trained on.
 
     Args:
         model: patched; its window is `config.max_position_embeddings`.
         view: of the training.
         longest: tokens of the longest document of a row; None if it is not known.
-        warns: whether this process logs warnings.
+        tell: whether this process logs warnings.
 
     Raises:
         ValueError: a view's `target`, or a document under a rescaling, lies beyond the window.
@@ -52,14 +52,14 @@ def check_window(model: Any, view: View, longest: int | None, *, warns: bool = T
                 f"and the longest document of a row has {longest} tokens. {_remedy(rescaling, window, longest)}, or "
                 "lower max_length."
             )
-        if warns:
+        if tell:
             logger.warning(
                 f"documents of rows have up to {longest} tokens, beyond the model's window of {window}, and no "
                 f"rescaling is in force. {_remedy(None, window, longest)}, or lower max_length, unless this is "
                 "intended."
             )
     reach = view.reach(longest)
-    if warns and view.perturbs and reach is not None and reach >= max(window, longest):
+    if tell and view.perturbs and reach is not None and reach >= max(window, longest):
         logger.warning(
             f"view {view.name!r} shows RoPE indices up to {reach}, beyond the model's window of {window} positions. "
             "If this is intended, ignore this warning."
