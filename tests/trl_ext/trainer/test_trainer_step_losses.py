@@ -1,5 +1,6 @@
 """Losses of a step and of an evaluation, and what is logged of them, against sums over documents in float64."""
 
+import functools
 import itertools
 
 import pytest
@@ -39,14 +40,20 @@ def dataset(texts):
     return Dataset.from_list([{"input_ids": row} for row in texts])
 
 
+@functools.cache
+def untrained():
+    """Weights in float64 and config of the model that a trainer begins with."""
+    model = tiny()
+    return oracle.weights_of(model), model.config
+
+
 def by_document(texts, draws):
     """(cross-entropies, KL of each query), float64, of each document under its (split, skip)."""
-    model = tiny()
-    weights = oracle.weights_of(model)
+    weights, config = untrained()
 
     def log_predictions(ids, index):
         see = oracle.causal(len(ids))[None]
-        return oracle.logits(weights, model.config, ids[None], index[None], see)[0, :-1].log_softmax(-1).detach()
+        return oracle.logits(weights, config, ids[None], index[None], see)[0, :-1].log_softmax(-1).detach()
 
     losses = []
     for text, (split, skip) in zip(texts, draws, strict=True):
