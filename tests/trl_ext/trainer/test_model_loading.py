@@ -73,12 +73,15 @@ def test_weights_that_are_not_whole_are_refused(harm, message, peft, folder):
     assert config.model_init_kwargs == {"dtype": "float32"}, "as it was given"
 
 
-@pytest.mark.parametrize("given", [None, {"dtype": "bfloat16"}, {"dtype": torch.float32}, {"dtype": "auto"}])
+@pytest.mark.parametrize(
+    "given", [None, {"dtype": "bfloat16"}, {"dtype": torch.float32, "attn_implementation": "eager"}, {"dtype": "auto"}]
+)
 def test_whole_weights_are_loaded_as_by_trl(given, folder):
     config = args(folder, model_init_kwargs=given)
     ours = RopeSFTTrainer(str(folder), config, train_dataset=rows())
     plain = SFTTrainer(str(folder), args(folder, model_init_kwargs=given), train_dataset=rows())
     assert type(ours.model) is type(plain.model) and ours.model.dtype == plain.model.dtype
+    assert ours.model.config._attn_implementation == plain.model.config._attn_implementation
     theirs = plain.model.state_dict()
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.model.state_dict().items())
     assert config.model_init_kwargs == given and ours.args.model_init_kwargs == given

@@ -15,12 +15,9 @@ from support.training import documents, logged, tokenizer, trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from rope_patch import describe, load_adapter, patch_model
-from rope_patch.base.draws import DrawKey
-from rope_patch.methods import resolve_view
 from rope_patch.patch import view_source
-from rope_patch.views import Cyclic, PosAug, PoSE, Skip, Standard, Step, Uniform
+from rope_patch.views import Cyclic, PosAug, Skip, Standard, Step, Uniform
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
-from trl_ext.data.cut_rows import cut_rows
 
 BATCHES = {"padded": {}, "packed": {"packing": True}}
 
@@ -179,12 +176,6 @@ def test_evaluation_runs_under_true_positions(tmp_path):
     assert plain.evaluate()["eval_loss"] == viewed.evaluate()["eval_loss"]
 
 
-def test_a_view_that_is_always_on_is_evaluated_the_same_every_time(tmp_path):
-    model = patch_model(tiny(), "skip", when="always")
-    run = trainer(tmp_path, model=model, eval_dataset=documents(4, seed=9))
-    assert run.evaluate()["eval_loss"] == run.evaluate()["eval_loss"]
-
-
 def test_rates_and_draws_are_logged(tmp_path):
     run = trainer(tmp_path, view="skip", max_steps=2)
     run.train()
@@ -235,62 +226,6 @@ def test_the_view_of_one_trainer_is_not_that_of_the_next(tmp_path):
     assert describe(trainer(tmp_path, model=patch_model(model, "cyclic")).model).view == repr(Cyclic())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"view": "skp"}, "Unknown view 'skp'. Did you mean 'skip'"),
-        (
-            {"view": "yarn", "view_args": {"factor": 2.0}},
-            "'yarn' is a rescaling; a view is one of chunk-permute, compose",
-        ),
-        ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, drop-rope, dynamic-ntk"),
-        (
-            {"view": "skip", "view_args": {"spilt": 3}},
-            "Unknown option 'spilt' of view 'skip'. Did you mean 'split'",
-        ),
-        ({"view": "yarn"}, "'yarn' is a rescaling; a view is one of chunk-permute"),
-        ({"rescale": "yarm"}, "Unknown rescaling 'yarm'. Did you mean 'yarn'"),
-        ({"rescale_args": {"factor": 2.0}}, "rescale_args needs rescale"),
-        ({"view_args": {"split": 9}}, "view_args needs view, the name of the view; got {'split': 9}"),
-        ({"view": "skip", "view_args": "{'split': 9}"}, "view_args must be a dict, or a JSON object such as"),
-        (
-            {"view": "pose", "view_args": {"target": 64, "window": 16}, "packing": True, "max_length": 32},
-            "view 'pose' with window=.* cuts one document a row: switch packing",
-        ),
-        (
-            {"objective": "dpo"},
-            "Unknown objective 'dpo'. Known: clm, hidden-distill, native-distill, relation-distill, self-distill.",
-        ),
-        ({"objective": []}, r"Unknown objective \[\]. Known: clm, hidden-distill"),
-        ({"objective": {}}, r"Unknown objective \{\}. Known: clm, hidden-distill"),
-        ({"view": "skip", "view_args": "[1]"}, "view_args must be a dict, or a JSON object"),
-        ({"max_length": "512"}, "max_length must be an integer of at least 2 tokens, or None, got '512'"),
-        ({"max_length": float("nan")}, "max_length must be an integer of at least 2 tokens, or None, got nan"),
-        ({"chat_template_path": "mine.jinja"}, "chat_template_path must be a file .* got mine.jinja, and there is no"),
-        (
-            {"view": "endprompt", "view_args": {"target": 64}, "max_length": 32, "cue": True},
-            "cue must be a name or a text, or a list of them, got True",
-        ),
-        (
-            {"view": "endprompt", "view_args": {"target": 64}, "max_length": 32, "cue": []},
-            r"cue must be a name or a text, or a list of them, got \[\]",
-        ),
-        ({"max_steps": 0}, "max_steps must be at least 1, or below 0 to .*, got 0"),
-        ({"max_length": 1}, "max_length must be an integer of at least 2 tokens, or None, got 1"),
-        ({"long_documents": "cut"}, "long_documents must be one of 'truncate', 'split', 'full-rows', got 'cut'"),
-        ({"long_documents": "full-rows", "max_length": None}, "'full-rows' makes rows of max_length tokens each"),
-        ({"long_documents": "full-rows", "max_length": 9, "packing": True}, "'full-rows' makes rows of max_length tok"),
-        (
-            {"view": "pose", "view_args": {"target": 64, "window": 8}, "objective": "self-distill"},
-            "'self-distill' evaluates the view too: use objective='clm'",
-        ),
-    ],
-)
-def test_a_wrong_config_stops_before_a_model_is_loaded(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
-
-
 LONGCE = {"longce": {"short_context": 8, "stride": 4}}
 
 
@@ -319,15 +254,6 @@ LONGCE = {"longce": {"short_context": 8, "stride": 4}}
 def test_what_cannot_be_trained_is_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [('{"skip": 9}', {"skip": 9}), ({"skip": Uniform(1, 9)}, {"skip": {"law": "uniform", "low": 1, "high": 9}})],
-)
-def test_options_come_as_json_or_objects_and_are_kept_as_json(given, kept, tmp_path):
-    args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, view="skip", view_args=given)
-    assert args.view_args == kept and args.make_view() == resolve_view("skip", kept)
 
 
 def test_a_patch_that_fails_leaves_the_model_as_it_came(tmp_path):
@@ -414,28 +340,6 @@ def test_a_checkpoint_of_another_rope_is_not_resumed(peft, tmp_path):
     for other in ({}, {"rescale": "yarn", "rescale_args": {"factor": 4.0}}):
         with pytest.raises(ValueError, match="checkpoint-1 was trained with RoPE .*'yarn'.*, and this model has"):
             fresh(**other).train(resume_from_checkpoint=True)
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    model = tiny()
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("inf"))
-    with pytest.raises(FloatingPointError, match="the loss became nan at optimizer step 0"):
-        trainer(tmp_path, model=model).train()
-
-
-def test_a_model_by_name_loads_from_a_folder(tmp_path):
-    tiny().save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    run = RopeSFTTrainer(
-        str(tmp_path / "model"),
-        RopeSFTConfig(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, max_steps=1, report_to=[],
-                      view="skip",
-                      rescale="yarn", rescale_args={"factor": 2.0}, max_length=32, disable_tqdm=True),
-        train_dataset=documents(),
-    )  # fmt: skip
-    run.train()
-    assert run.model.config.max_position_embeddings == 2 * WINDOW
 
 
 def test_the_folder_of_an_adapter_is_no_model(tmp_path):
@@ -537,30 +441,6 @@ def test_a_window_of_pose_cuts_rows_of_objectives_too(objective, tmp_path):
     assert logged(again, "loss") == logged(run, "loss") and logged(run, "loss")[0]["loss"] > 0
 
 
-def test_rows_are_cut_wherever_their_padding_is():
-    view, key = PoSE(target=64, window=6), DrawKey(0, torch.tensor(0), torch.arange(3)[:, None])
-    lengths, ids_by_side = (17, 9, 4), {}
-    for side in ("right", "left"):
-        ids = torch.zeros(3, 17, dtype=torch.int64)
-        for row, n in enumerate(lengths):
-            begin = 0 if side == "right" else 17 - n
-            ids[row, begin : begin + n] = torch.arange(1, n + 1) + 100 * row
-        batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
-        assert cut_rows(view, batch, key)
-        assert batch["attention_mask"].sum(1).tolist() == [6, 6, 4]
-        assert torch.equal(batch["labels"], batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100))
-        ids_by_side[side] = batch["input_ids"]
-    assert torch.equal(ids_by_side["right"], ids_by_side["left"]) and ids_by_side["right"][2].tolist() == [
-        201,
-        202,
-        203,
-        204,
-        0,
-        0,
-    ]
-    assert not cut_rows(view, {"input_ids": torch.ones(3, 6, dtype=torch.int64)}, key)
-
-
 def test_a_saved_tokenizer_names_the_window_that_was_trained_for(tmp_path):
     processing_class = tokenizer()
     processing_class.model_max_length = WINDOW
@@ -568,21 +448,3 @@ def test_a_saved_tokenizer_names_the_window_that_was_trained_for(tmp_path):
     run.save_model(str(tmp_path / "saved"))
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").model_max_length == 4 * WINDOW
     assert processing_class.model_max_length == WINDOW, "the user's own stays"
-
-
-@pytest.mark.parametrize(
-    ("metric", "best"),
-    [
-        *((name, False) for name in ("ce", "eval_ce", "eval_books_kl", "view_ce", "relation/q", "eval_hidden/far")),
-        *((name, True) for name in ("mean_token_accuracy", "eval_mean_token_accuracy", "marks")),
-        ("loss", False),
-    ],
-)
-def test_less_of_a_part_of_the_loss_is_better(metric, best, tmp_path):
-    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1}
-    config = RopeSFTConfig(str(tmp_path), use_cpu=True, bf16=False, metric_for_best_model=metric, **options)
-    assert config.greater_is_better is best
-    given = RopeSFTConfig(
-        str(tmp_path), use_cpu=True, bf16=False, metric_for_best_model=metric, greater_is_better=True, **options
-    )
-    assert given.greater_is_better is True

@@ -593,22 +593,6 @@ def test_metrics_and_predictions_of_objectives_are_those_of_the_same_weights(opt
     assert ours[0] == stock[0] and all(np.array_equal(a, b) for a, b in zip(stock[1:], ours[1:], strict=True))
 
 
-def test_a_model_by_name_is_loaded_as_trl_loads_it(tmp_path):
-    tiny().save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    how = {"dtype": "float32", "attn_implementation": "eager"}
-    runs = [
-        trainer_class(
-            str(tmp_path / "model"),
-            config_class(**settings(tmp_path, model_init_kwargs=dict(how))),
-            train_dataset=documents(),
-        )
-        for trainer_class, config_class in BOTH
-    ]
-    assert runs[0].model.config._attn_implementation == runs[1].model.config._attn_implementation == "eager"
-    same(*map(after, runs))
-
-
 @pytest.mark.parametrize("view", [{}, {"view": "skip", "view_args": {"skip": 40}}], ids=["standard", "skip"])
 def test_a_compute_loss_of_ones_own_runs_under_the_view(view, tmp_path):
     """It gets what TRL's collator makes and nothing else, and forwards draw by step and document all the same."""
