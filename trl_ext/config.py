@@ -301,14 +301,19 @@ class RopeSFTConfig(SFTConfig):
                     "shifted_attention is for next-token training: other objectives and LongCE compare forwards that "
                     f"would all attend so; got objective={self.objective!r}, objective_args={self.objective_args}."
                 )
-        # Transformers reads the new name where it has one
-        checkpointing: Any = getattr(self, "activation_checkpointing_kwargs", self.gradient_checkpointing_kwargs) or {}
-        if self.long_rows == "on" and (not self.gradient_checkpointing or checkpointing.get("use_reentrant")):
+        reentrant = self.checkpointing_options.get("use_reentrant")
+        if self.long_rows == "on" and (not self.gradient_checkpointing or reentrant):
             raise ValueError(
                 "long_rows='on' needs checkpointing that is not reentrant, got gradient_checkpointing="
-                f"{self.gradient_checkpointing} and use_reentrant={checkpointing.get('use_reentrant')}: set "
+                f"{self.gradient_checkpointing} and use_reentrant={reentrant}: set "
                 "gradient_checkpointing=True and gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
+
+    @property
+    def checkpointing_options(self) -> dict[str, Any]:
+        """`gradient_checkpointing_kwargs`: Transformers reads a new name where it has one, and TRL sets the old one."""
+        options: Any = getattr(self, "activation_checkpointing_kwargs", self.gradient_checkpointing_kwargs)
+        return options or {}
 
     @property
     def objective_options(self) -> ObjectiveOptions:

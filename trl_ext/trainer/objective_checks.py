@@ -48,7 +48,7 @@ def check_objective(
         )
     if compute_loss_func is not None:
         raise ValueError(f"compute_loss_func is a loss, and objective {args.objective!r} has its own: leave it out.")
-    if args.gradient_checkpointing and checkpointing_options(args).get("use_reentrant"):
+    if args.gradient_checkpointing and args.checkpointing_options.get("use_reentrant"):
         raise ValueError(
             f"objective {args.objective!r} loses its gradient without an error under reentrant checkpointing. Set "
             "gradient_checkpointing_kwargs={'use_reentrant': False}."
@@ -71,11 +71,6 @@ def check_objective(
             f"objective {args.objective!r} computes its loss on one GPU, and device_map has spread the model over "
             f"{', '.join(sorted(devices))}: {_INSTEAD_OF_SPREADING}"
         )
-
-
-def checkpointing_options(args: "RopeSFTConfig") -> Any:
-    """`gradient_checkpointing_kwargs`: Transformers reads a new name where it has one, and TRL sets the old one."""
-    return getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
 
 
 def check_next_token(model: nn.Module, here: torch.device) -> None:

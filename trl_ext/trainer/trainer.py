@@ -54,7 +54,7 @@ from .model_setup import (
     train_qkv_only,
     with_base_revision,
 )
-from .objective_checks import check_next_token, check_objective, check_shared_sequences, checkpointing_options
+from .objective_checks import check_next_token, check_objective, check_shared_sequences
 from .small_steps import warn_of_lost_steps
 from .step_batches import (
     FIRST_SAMPLE,
@@ -270,7 +270,7 @@ class RopeSFTTrainer(SFTTrainer):
         if not self.args.has_own_loss and self._ulysses is None:
             check_next_token(self.model, self.args.device)
             return None
-        options = checkpointing_options(self.args)
+        options = self.args.checkpointing_options
         if options.get("use_reentrant") and not asked_reentrant:
             # TRL sets it for adapters under ZeRO-3, where DeepSpeed once failed without (0.19.8 does not): an
             # objective would lose its gradient
