@@ -200,16 +200,6 @@ def test_training_reads_cues_from_afar(placement, batch, tmp_path):
     assert torch.equal(skip, 256 - length) if placement == "end" else (skip < 256 - length).any()
 
 
-def test_without_a_cue_it_is_the_body_alone(tmp_path):
-    data, n = append_cue(Dataset.from_dict({"text": [words(20)] * 4}), tokenizer(), cue="none", max_length=32)
-    losses = []
-    for options in ({"view": "endprompt", "view_args": {"target": 256, "cue_tokens": n}}, {}):
-        run = trainer(tmp_path, train_dataset=data, max_steps=1, **options)
-        run.train()
-        losses.append(logged(run, "loss"))
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.parametrize(
     "way", [{"packing": True}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}]
 )

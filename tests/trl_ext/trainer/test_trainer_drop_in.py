@@ -365,29 +365,6 @@ def test_the_signature_is_that_of_trl():
     assert [ours[name].default for name in stock] == [stock[name].default for name in stock]
 
 
-def test_arguments_come_by_place_as_with_trl(tmp_path):
-    seen, runs = [], []
-
-    class Told(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            seen.append(args)
-
-    for trainer_class, config_class in BOTH:
-        model = tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        arguments = config_class(**settings(tmp_path))
-        evaluated = {"one": documents(3, seed=1), "two": documents(3, seed=2)}
-        run = trainer_class(
-            model, arguments, None, documents(), evaluated, tokenizer(), None, None, [Told()], (optimizer, None)
-        )
-        assert run.args is arguments
-        runs.append((*after(run), run.evaluate()))
-        assert seen[-1] is arguments
-    same(*runs)
-    for name in ("eval_one_loss", "eval_two_loss"):
-        assert runs[0][2][name] == runs[1][2][name]
-
-
 @pytest.mark.parametrize("data", ["rows", "stream"])
 def test_the_users_arguments_change_as_with_trl_and_no_more(data, tmp_path):
     changed = []
