@@ -168,7 +168,8 @@ class RopeSFTConfig(SFTConfig):
         # a wrong name or option stops here, before a model is loaded
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}.")
+                allowed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+                raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}.")
         if self.max_steps == 0:
             raise ValueError(
                 "max_steps must be at least 1, or below 0 to train for num_train_epochs, got 0: Transformers trains no "

@@ -49,7 +49,7 @@ from trl_ext import RopeSFTConfig
         ),
         ({"max_steps": 0}, "max_steps must be at least 1, or below 0 to .*, got 0"),
         ({"max_length": 1}, "max_length must be an integer of at least 2 tokens, or None, got 1"),
-        ({"long_documents": "cut"}, "long_documents must be one of 'truncate', 'split', 'full-rows', got 'cut'"),
+        ({"long_documents": "cut"}, "long_documents must be 'truncate', 'split' or 'full-rows', got 'cut'"),
         ({"long_documents": "full-rows", "max_length": None}, "'full-rows' makes rows of max_length tokens each"),
         ({"long_documents": "full-rows", "max_length": 9, "packing": True}, "'full-rows' makes rows of max_length tok"),
         (
