@@ -422,7 +422,7 @@ def test_pose_cuts_no_packed_rows(tmp_path):
         run.train()
 
 
-@pytest.mark.parametrize("objective", ["hidden-distill", "native-distill"])
+@pytest.mark.parametrize("objective", ["clm", "hidden-distill", "native-distill"])
 def test_a_window_of_pose_cuts_rows_of_objectives_too(objective, tmp_path):
     """As if the rows had come so."""
     options = {"objective": objective, "rescale": "pi", "rescale_args": {"factor": 2.0}, "view": "pose"}
