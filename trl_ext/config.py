@@ -4,12 +4,10 @@ import json
 import math
 import re
 from dataclasses import dataclass, field, fields
-from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from transformers import TrainingArguments
-from transformers.utils import logging
 from trl import SFTConfig
 
 from rope_patch.methods import find_view, resolve_rescaling, resolve_view
@@ -20,11 +18,14 @@ from rope_patch.views.base import TRUE_POSITIONS, as_recipe
 from .data.cues import require_cue, views_with_cues
 from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
 
-logger = logging.get_logger(__name__)
-
 LONG_DOCUMENTS: dict[str, Any] = {"max_length": None, "long_documents": "split"}
 """Defaults of recipes and `extend` that differ from TRL's, which drop the ends of long documents."""
 
+_CHOICES = {
+    "long_documents": ("truncate", "split", "full-rows"),
+    "trainable": ("all", "qkv"),
+    "long_rows": ("auto", "on", "off"),
+}
 _PART_OF_LOSS = re.compile(r"(.*_)?(ce|kl)|(eval_)?(.*_)?(relation|hidden)/\w+")
 """Metrics of evaluations that are parts of a loss, of named sets too."""
 
@@ -149,31 +150,38 @@ class RopeSFTConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
-        for name in self._OWN_DICT_FIELDS:
-            self._require_json(name)  # before Transformers parses it, whose error names no field
+        for name in self._OWN_DICT_FIELDS:  # before Transformers parses them, whose error names no field
+            value = options = getattr(self, name)
+            if isinstance(value, str):
+                try:
+                    options = json.loads(value)
+                except json.JSONDecodeError:
+                    options = value
+                setattr(self, name, value.strip())
+            if value is not None and not isinstance(options, dict):
+                raise ValueError(f"{name} must be a dict, or a JSON object such as '{{\"name\": 4.0}}', got {value!r}.")
+        says_which_is_better = self.greater_is_better is not None
+        super().__post_init__()
+        if not says_which_is_better and _PART_OF_LOSS.fullmatch(self.metric_for_best_model or ""):
+            self.greater_is_better = False  # which Transformers sets for names that end in "loss" alone
+        self.view_args = as_recipe(self.view_args)  # which reports and records can write
+        # a wrong name or option stops here, before a model is loaded
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                allowed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+                raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}.")
         if self.max_steps == 0:
             raise ValueError(
                 "max_steps must be at least 1, or below 0 to train for num_train_epochs, got 0: Transformers trains no "
                 "step then, and the result would be the original model."
             )
-        for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
-            if not math.isfinite(float(getattr(self, name))):
-                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}.")
-        says_which_is_better = self.greater_is_better is not None
-        super().__post_init__()
-        if not says_which_is_better and _PART_OF_LOSS.fullmatch(self.metric_for_best_model or ""):
-            self.greater_is_better = False  # Transformers says so of names that end in "loss" alone
-        # a wrong name or option stops here, before a model is loaded
         if self.make_rescaling() is None and self.rescale_args:
             raise ValueError(f"rescale_args needs rescale, the name of the rescaling; got {self.rescale_args}.")
-        self.view_args = as_recipe(self.view_args)  # which reports and records can write
         if self.view == TRUE_POSITIONS and self.view_args:
             raise ValueError(f"view_args needs view, the name of the view; got {self.view_args}.")
         self._check_data()
-        self._check_chat_template()
         self._check_view()
-        self._check_objective()
-        self._check_long_rows()
+        self._check_loss()
 
     @classmethod
     def of(cls, args: TrainingArguments) -> "RopeSFTConfig":
@@ -201,20 +209,15 @@ class RopeSFTConfig(SFTConfig):
     def _check_data(self) -> None:
         if self.packing and self.max_length is None:
             raise ValueError("packing=True needs rows of one length, got max_length=None: set it, in tokens.")
-        if self.long_documents not in ("truncate", "split", "full-rows"):
-            raise ValueError(f"long_documents must be 'truncate', 'split' or 'full-rows', got {self.long_documents!r}.")
         if self.long_documents == "full-rows" and (self.max_length is None or self.packing):
             raise ValueError(
                 "long_documents='full-rows' makes rows of max_length tokens each: set max_length, and leave packing "
                 f"out; got max_length={self.max_length}, packing={self.packing}."
             )
-        length: Any = self.max_length
-        if length is not None and (not isinstance(length, Integral) or length < 2):
-            raise ValueError(f"max_length must be an integer of at least 2 tokens, or None, got {length!r}.")
-
-    def _check_chat_template(self) -> None:
-        path = Path(self.chat_template_path or "")
-        if path.suffix in (".jinja", ".j2") and not path.is_file():  # TRL would look for a tokenizer of that name
+        if self.max_length is not None and not (isinstance(self.max_length, int) and self.max_length > 1):
+            raise ValueError(f"max_length must be an integer of at least 2 tokens, or None, got {self.max_length!r}.")
+        template = Path(self.chat_template_path or "")
+        if template.suffix in (".jinja", ".j2") and not template.is_file():  # TRL looks for a tokenizer of that name
             raise ValueError(
                 "chat_template_path must be a file with a template, or a folder or hub id of a tokenizer that has one, "
                 f"got {self.chat_template_path}, and there is no such file."
@@ -222,31 +225,25 @@ class RopeSFTConfig(SFTConfig):
 
     def _check_view(self) -> None:
         if self.cue is not None:
-            self._check_cue()
+            for text in self.cue if isinstance(self.cue, list) and self.cue else [self.cue]:
+                require_cue(text)
+            if self.long_documents != "split":
+                raise ValueError(
+                    f"cue goes with long_documents='split', got {self.long_documents!r}: a text is cut into pieces "
+                    "that all end with the cue. Set long_documents='split'."
+                )
+            option, options = find_view(self.view).cue_option, self.view_options
+            if option is None or option in options or self.max_length is None:
+                raise ValueError(
+                    f"cue goes with {views_with_cues()}, whose {option or 'option'} it sets, and with a max_length; "
+                    f"got cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
+                )
         view = self.make_view()
         view.check_run(self)
-        if view.cuts is None:
-            return
-        if self.packing or self.padding_free:
+        if view.cuts is not None and (self.packing or self.padding_free):
             raise ValueError(
                 f"view {view.name!r} with {view.cuts} cuts one document a row: switch packing and padding_free off, or "
                 f"leave out {view.cuts}; got packing={self.packing}, padding_free={self.padding_free}."
-            )
-
-    def _check_cue(self) -> None:
-        cues = self.cue if isinstance(self.cue, list | tuple) else [self.cue]
-        for text in cues or [self.cue]:  # a list without any is no cue either
-            require_cue(text)
-        if self.long_documents != "split":
-            raise ValueError(
-                f"cue goes with long_documents='split', got {self.long_documents!r}: a text is cut into pieces that "
-                "all end with the cue. Set long_documents='split'."
-            )
-        option, options = find_view(self.view).cue_option, self.view_options
-        if option is None or option in options or self.max_length is None:
-            raise ValueError(
-                f"cue goes with {views_with_cues()}, whose {option or 'option'} it sets, and with a max_length; got "
-                f"cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
             )
 
     @property
@@ -279,12 +276,8 @@ class RopeSFTConfig(SFTConfig):
             stand_ins[kind.cue_option] = 1
         return resolve_view(self.view, {**stand_ins, **self.view_options})
 
-    def _check_objective(self) -> None:
-        if self.trainable not in ("all", "qkv"):
-            raise ValueError(f"trainable must be 'all' or 'qkv', got {self.trainable!r}.")
-        options = self.objective_options
-        if self.shifted_attention is not None:
-            self._check_shifted_attention()
+    def _check_loss(self) -> None:
+        options, share = self.objective_options, self.shifted_attention
         for name in ("neftune_noise_alpha", "label_smoothing_factor"):
             if getattr(self, name) and not options.is_trl_loss:
                 raise ValueError(
@@ -297,17 +290,31 @@ class RopeSFTConfig(SFTConfig):
                 "loss_type='dft' weighs the tokens of a next-token loss, and that of objective "
                 f"{self.objective!r} is none, or a part that it does not weigh: leave it out."
             )
-
-    def _check_long_rows(self) -> None:
-        if self.long_rows not in ("auto", "on", "off"):
-            raise ValueError(f"long_rows must be 'auto', 'on' or 'off', got {self.long_rows!r}.")
-        checkpointing: Any = getattr(self, "activation_checkpointing_kwargs", self.gradient_checkpointing_kwargs) or {}
-        if self.long_rows == "on" and (not self.gradient_checkpointing or checkpointing.get("use_reentrant")):
+        if share is not None:
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+                raise ValueError(f"shifted_attention must be a share in (0, 1), or None, got {share!r}.")
+            if self.max_length is None or share * self.max_length < 2:
+                raise ValueError(
+                    f"shifted_attention needs a max_length of which {share} is 2 tokens or more, got {self.max_length}."
+                )
+            if options.compares_forwards:
+                raise ValueError(
+                    "shifted_attention is for next-token training: other objectives and LongCE compare forwards that "
+                    f"would all attend so; got objective={self.objective!r}, objective_args={self.objective_args}."
+                )
+        reentrant = self.checkpointing_options.get("use_reentrant")
+        if self.long_rows == "on" and (not self.gradient_checkpointing or reentrant):
             raise ValueError(
                 "long_rows='on' needs checkpointing that is not reentrant, got gradient_checkpointing="
-                f"{self.gradient_checkpointing} and use_reentrant={checkpointing.get('use_reentrant')}: set "
+                f"{self.gradient_checkpointing} and use_reentrant={reentrant}: set "
                 "gradient_checkpointing=True and gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
+
+    @property
+    def checkpointing_options(self) -> dict[str, Any]:
+        """`gradient_checkpointing_kwargs`: Transformers reads a new name where it has one, and TRL sets the old one."""
+        options: Any = getattr(self, "activation_checkpointing_kwargs", self.gradient_checkpointing_kwargs)
+        return options or {}
 
     @property
     def objective_options(self) -> ObjectiveOptions:
@@ -321,7 +328,7 @@ class RopeSFTConfig(SFTConfig):
 
     @property
     def needs_rope(self) -> bool:
-        """Whether anything is asked of a model's RoPE or attention, or TRL's training is all there is."""
+        """Whether training needs a model with RoPE that can be patched; otherwise it is TRL's alone."""
         return (
             self.rescale is not None
             or self.view != TRUE_POSITIONS
@@ -337,28 +344,3 @@ class RopeSFTConfig(SFTConfig):
         if self.shifted_attention is None or self.max_length is None:
             return None
         return math.ceil(self.shifted_attention * self.max_length)
-
-    def _check_shifted_attention(self) -> None:
-        share = self.shifted_attention
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-            raise ValueError(f"shifted_attention must be a share in (0, 1), or None, got {share!r}.")
-        if self.max_length is None or share * self.max_length < 2:
-            raise ValueError(
-                f"shifted_attention needs a max_length of which {share} is 2 tokens or more, got {self.max_length}."
-            )
-        if self.objective_options.compares_forwards:
-            raise ValueError(
-                "shifted_attention is for next-token training: other objectives and LongCE compare forwards that would "
-                f"all attend so; got objective={self.objective!r}, objective_args={self.objective_args}."
-            )
-
-    def _require_json(self, name: str) -> None:
-        value = options = getattr(self, name)
-        if isinstance(value, str):
-            try:
-                options = json.loads(value)
-            except json.JSONDecodeError:
-                options = value
-            setattr(self, name, value.strip())
-        if value is not None and not isinstance(options, dict):
-            raise ValueError(f"{name} must be a dict, or a JSON object such as '{{\"name\": 4.0}}', got {value!r}.")

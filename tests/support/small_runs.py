@@ -252,7 +252,7 @@ def train(model: str = "llama", lora: bool = False, data: dict[str, Any] | None 
             model=MODELS[model](),
             train_dataset=documents(12, **(data or {})),
             eval_dataset=documents(4, seed=1, **(data or {})),
-            **{"max_steps": 2, **options},
+            **{"max_steps": 2, "gradient_checkpointing": True, **options},
         )
         run.add_callback(seen)
         run.train()

@@ -1,15 +1,22 @@
 """What the trainer tests share: a word-level tokenizer, a dataset of random ids, short runs."""
 
+import functools
 import random
 from pathlib import Path
 
+from accelerate.utils import imports
 from datasets import Dataset
+from datasets.utils.logging import disable_progress_bar
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
 from .tiny import VOCAB, tiny
+
+disable_progress_bar()
+# a trainer looks up several times whether PEFT is installed, and each look-up parses its metadata
+imports._is_package_available = functools.cache(imports._is_package_available)
 
 # ways to batch the same four documents in a step
 WAYS = {
@@ -75,6 +82,7 @@ def trainer(output_dir: Path, trainer_class=RopeSFTTrainer, config_class=RopeSFT
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
         "dataset_num_proc": None,
+        "gradient_checkpointing": options.get("long_rows") == "on",  # TRL's default runs each layer twice
         **({"long_documents": "split"} if options.get("cue") is not None else {}),
     }
     return trainer_class(

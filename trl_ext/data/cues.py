@@ -15,7 +15,6 @@ from rope_patch.views import VIEWS
 
 from .long_documents import cut_ids
 
-_MASK = 0xFFFFFFFF
 CUES = {
     "sentence": "This is the end of text, please pay attention here",
     "word": "End.",
@@ -28,7 +27,11 @@ Source: EndPrompt, arXiv:2605.14589, Appendix B.1.
 _NAMES = (*CUES, "end-of-turn", "none")
 _A_NAME = re.compile(r"[a-z]+(-[a-z]+)*")
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|eot|>", "<|end|>")
-_QUESTION, _REPLY = "What is the name?", "It is Aurelius."
+_MASKS = ("completion_mask", "assistant_masks")
+_COMES_FIRST = {"messages", "prompt", "input_ids"}  # TRL reads these rather than a text
+
+CueTokens = int | list[list[int]]
+"""`cue_tokens` of a view: the number of tokens of one cue, or the token IDs of each of a set."""
 
 
 def views_with_cues() -> str:
@@ -84,8 +87,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     special -= {tokenizer.unk_token_id}
     if getattr(tokenizer, "chat_template", None):
-        turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
-        _, reply, behind = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_REPLY)
+        answer = "It is Aurelius."
+        turns = [{"role": "user", "content": "What is the name?"}, {"role": "assistant", "content": answer}]
+        _, reply, behind = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)
         ids: list[int] = tokenizer(behind, add_special_tokens=False)["input_ids"] if reply and behind else []
         end = next((token for token in ids if token in special), None)
         if end is not None:
@@ -93,10 +97,6 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     vocabulary = tokenizer.get_vocab()
     named = next((vocabulary[name] for name in _ENDS_OF_TURN if name in vocabulary), tokenizer.eos_token_id)
     return named if isinstance(named, int) else None
-
-
-CueTokens = int | list[list[int]]
-_COMES_FIRST = {"messages", "prompt", "input_ids"}  # TRL reads these rather than a text
 
 
 def append_cue(
@@ -147,7 +147,12 @@ def append_cue(
 
     def ended(row: dict[str, Any], number: int) -> dict[str, Any]:
         is_empty = special.issuperset(row["input_ids"])
-        ids = [] if is_empty else cues[drawn(len(cues), number, seed)]
+        ids = []
+        if not is_empty:
+            # U{0 .. n - 1} by the generator of the views, under a stream of its own
+            key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+            word, *_ = philox4x32((0, number & 0xFFFFFFFF, 0x0C0E, 0), key)
+            ids = cues[int(word) * len(cues) >> 32]
         labels = {"labels": row["labels"] + ids} if "labels" in row else {}
         masks = {name: [int(entry) for entry in row[name]] + [1] * len(ids) for name in _MASKS if name in row}
         return {"input_ids": row["input_ids"] + ids, **labels, **masks}
@@ -181,17 +186,8 @@ def append_cue(
     return whole.map(ended, with_indices=True), tokens
 
 
-_MASKS = ("completion_mask", "assistant_masks")
-
-
-def drawn(n: int, number: int, seed: int) -> int:
-    """U{0 .. n - 1} for document `number`, by the generator of the views under a stream of its own."""
-    stream = 0x0C0E
-    word, *_ = philox4x32((0, number & _MASK, stream, 0), (seed & _MASK, (seed >> 32) & _MASK))
-    return int(word) * n >> 32
-
-
 def _cut(tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int) -> list[list[int]]:
+    """Token IDs of texts, in pieces of at most `room` tokens."""
     encoded = tokenizer([_stopped(tokenizer, text) for text in texts], verbose=False)["input_ids"]
     begin: tuple[int, ...] | None = None
     rows = []

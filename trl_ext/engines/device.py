@@ -14,10 +14,10 @@ def free_memory() -> None:
 
 
 def choose_device(requested: str | None, has_gpu: bool) -> str:
-    """What was asked for with --device, "cpu" or "cuda", else a GPU where there is one.
+    """The device of --device, "cpu" or "cuda"; without it, a GPU where there is one.
 
     Raises:
-        ValueError: a GPU was asked for and there is none.
+        ValueError: --device cuda, and there is no GPU.
     """
     if requested == "cuda" and not has_gpu:
         raise ValueError("--device cuda needs a GPU that torch can see; there is none. Use --device cpu.")

@@ -65,18 +65,6 @@ class SequenceRanks:
         known = getattr(collator, "pad_to_multiple_of", None) or 1
         collator.pad_to_multiple_of = math.lcm(known, self.multiple)
 
-    def _pad(self, batch: dict[str, Any]) -> None:
-        """Pad a batch on the right, in place, to a length that the ranks can share."""
-        rows, n = batch["input_ids"].shape
-        missing = -n % self.multiple
-        if not missing:
-            return
-        batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
-        for name, value in list(batch.items()):
-            if isinstance(value, torch.Tensor) and value.shape == (rows, n):
-                fill = -100 if name == "labels" else 0
-                batch[name] = torch.nn.functional.pad(value, (0, missing), value=fill)
-
     def whole_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A copy of token IDs, labels, mask and positions of whole rows, from a batch of a step.
 
@@ -87,29 +75,27 @@ class SequenceRanks:
             ValueError: rows of a ring hold several documents, or are padded on the left.
         """
         if self.engine == "sp":
-            return self._gathered(batch)
-        self._pad(batch)
-        self._check_ring_rows(batch)
-        return {name: batch[name].clone() for name in _OF_ROWS if name in batch}
-
-    def _gathered(self, batch: dict[str, Any]) -> dict[str, Any]:
-        whole = {}
-        for name in (*_OF_ROWS, "shift_labels"):
-            if name in batch:
-                own = batch[name].to(self.accelerator.device).contiguous()
-                parts = [torch.empty_like(own) for _ in range(self.size)]
-                distributed.all_gather(parts, own, group=self.group)
-                whole[name] = torch.cat(parts, 1)
-        next_labels = whole.pop("shift_labels")
-        # no token predicts the first one
-        whole["labels"] = torch.nn.functional.pad(next_labels[:, :-1], (1, 0), value=-100)
-        return whole
-
-    def _check_ring_rows(self, batch: dict[str, Any]) -> None:
-        ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-        assert ids is not None
-        rows, n = ids.shape
-        documents = locate_documents(rows, n, ids.device, positions, mask)
+            whole = {}
+            for name in (*_OF_ROWS, "shift_labels"):
+                if name in batch:
+                    own = batch[name].to(self.accelerator.device).contiguous()
+                    parts = [torch.empty_like(own) for _ in range(self.size)]
+                    distributed.all_gather(parts, own, group=self.group)
+                    whole[name] = torch.cat(parts, 1)
+            next_labels = whole.pop("shift_labels")
+            # no token predicts the first one
+            whole["labels"] = torch.nn.functional.pad(next_labels[:, :-1], (1, 0), value=-100)
+            return whole
+        rows, n = batch["input_ids"].shape
+        missing = -n % self.multiple
+        if missing:
+            batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+            for name, value in list(batch.items()):
+                if isinstance(value, torch.Tensor) and value.shape == (rows, n):
+                    fill = -100 if name == "labels" else 0
+                    batch[name] = torch.nn.functional.pad(value, (0, missing), value=fill)
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        documents = locate_documents(rows, ids.shape[1], ids.device, batch.get("position_ids"), mask)
         if int(documents.ordinal.max()) + 1 > rows:
             raise ValueError(
                 "a ring of ranks (cp_size) attends causally over whole rows, and these hold several documents, which "
@@ -121,6 +107,7 @@ class SequenceRanks:
                 "a ring of ranks (cp_size) attends causally over whole rows, and these are padded on the left, where "
                 "tokens would see the padding: pad on the right."
             )
+        return {name: batch[name].clone() for name in _OF_ROWS if name in batch}
 
     def ring_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A batch for the ring, with the index of each token in its row as `position_ids`."""
@@ -206,12 +193,9 @@ def gradient_factor(accelerator: Accelerator, *, over_all_ranks: bool) -> float:
     ranks = SequenceRanks.of(accelerator)
     n_ranks, n_sharing = accelerator.num_processes, 1 if ranks is None else ranks.size
     divided_by = n_ranks
-    if ranks is not None and ranks.engine == "sp" and not _reduces_by_scatter(accelerator):
-        divided_by //= n_sharing
+    if ranks is not None and ranks.engine == "sp":
+        # DeepSpeed 0.19 divides gradients by all ranks in ZeRO-3's reduce_scatter, else by the number of sequences
+        zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+        if not (zero.get("stage") == 3 and zero.get("reduce_scatter", True)):
+            divided_by //= n_sharing
     return divided_by * (1.0 if over_all_ranks else n_sharing / n_ranks)
-
-
-def _reduces_by_scatter(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed 0.19 divides gradients by all ranks; otherwise Ulysses divides by the number of sequences."""
-    zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-    return zero.get("stage") == 3 and bool(zero.get("reduce_scatter", True))

@@ -61,12 +61,13 @@ def require_finite_weights(model: nn.Module) -> None:
 
     Each rank checks its own part of weights that an engine splits over ranks.
     """
-    finite = {
-        name: torch.isfinite(_own_part(weight)).all()
-        for name, weight in model.named_parameters()
-        if weight.requires_grad
-    }
-    broken = [name for name, is_finite in finite.items() if not is_finite]
+    finite = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            part = getattr(weight, "ds_tensor", weight).detach()  # of ZeRO-3
+            part = part.to_local() if hasattr(part, "to_local") else part  # of FSDP2
+            finite[name] = torch.isfinite(part).all()
+    broken = [name for name, is_finite in finite.items() if not is_finite]  # waits for the GPU once all are under way
     if broken:
         raise FloatingPointError(
             f"{len(broken)} of {len(finite)} trained weights hold numbers that are not finite, {broken[0]} first, and "
@@ -74,17 +75,12 @@ def require_finite_weights(model: nn.Module) -> None:
         )
 
 
-def _own_part(weight: Any) -> torch.Tensor:
-    part = getattr(weight, "ds_tensor", weight).detach()  # of ZeRO-3
-    return part.to_local() if hasattr(part, "to_local") else part  # of FSDP2
-
-
 def _skips_overflows(accelerator: Accelerator) -> bool:
     """Whether loss scaling, of torch or DeepSpeed, skips steps with gradients that are not finite."""
     return accelerator.scaler is not None or accelerator.mixed_precision == "fp16"
 
 
-def tell_of_evaluation(loss: torch.Tensor | None) -> None:
+def log_broken_evaluation(loss: torch.Tensor | None) -> None:
     """Log an error if the loss of an evaluation batch is not finite."""
     if loss is not None and not torch.isfinite(loss).all():
         logger.error(  # an error is logged on every rank: the first may not have the batch

@@ -12,7 +12,8 @@ from rope_patch.views.base import TRUE_POSITIONS
 
 from ..config import RopeSFTConfig
 from ..objectives import Objective, objective_of
-from .training_set import document_tokens, named_sets
+from .dataset_checks import named_sets
+from .training_set import document_tokens
 from .view_effect import require_effect_on
 from .window_check import check_window
 

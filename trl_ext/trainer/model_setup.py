@@ -12,12 +12,9 @@ from rope_patch.forward.state import state_of
 from rope_patch.layout.document_lengths import longest_document
 from rope_patch.methods import resolve_view
 from rope_patch.patch import view_source
-from rope_patch.rescalings import Rescaling
 from rope_patch.rope.rotary import find_causal_lm, find_decoder
-from rope_patch.views import View
 
 from ..config import RopeSFTConfig
-from .window_check import farthest_target
 
 
 def has_rope(model: nn.Module) -> bool:
@@ -59,8 +56,19 @@ def patch_by_config(model: nn.Module, args: RopeSFTConfig, train_dataset: Any) -
     was_patched = is_patched(model)
     try:
         if rescaling is not None:
-            _require_new_rescaling(rescaling, model)
-            patch_model(model, _with_window(rescaling, model, args, view, train_dataset))
+            decoder = find_decoder(model)
+            state = state_of(decoder)
+            if state is not None and rescaling in state.start_rescalings:  # PI 4x on top of PI 4x would be 16x
+                raise ValueError(
+                    f"rescale: the adapter of this model was trained with {rescaling}, which load_adapter has put in "
+                    "force, and a second one would go on top of it. Leave rescale out to go on with the adapter's, or "
+                    "call patch_model before the trainer for both."
+                )
+            if rescaling.wants_window:  # of the longest row or view target that it is trained on
+                rows = max(args.max_length or 0, longest_document(train_dataset) or 0)
+                target = max((target for _, target in view.targets()), default=0)
+                rescaling = rescaling.with_window(max(rows, target, decoder.config.max_position_embeddings))
+            patch_model(model, rescaling)
         # the default view changes nothing and does not replace a view that the user has put on
         before = view_source(model)
         if view.perturbs or before is None or before.of_trainer:
@@ -70,28 +78,6 @@ def patch_by_config(model: nn.Module, args: RopeSFTConfig, train_dataset: Any) -
         if not was_patched:
             unpatch_model(model)
         raise
-
-
-def _require_new_rescaling(rescaling: Rescaling, model: nn.Module) -> None:
-    """Raise if a loaded adapter already has this rescaling: PI 4x on top of PI 4x would be 16x."""
-    state = state_of(find_decoder(model))
-    if state is not None and rescaling in state.start_rescalings:
-        raise ValueError(
-            f"rescale: the adapter of this model was trained with {rescaling}, which load_adapter has put in force, "
-            "and a second one would go on top of it. Leave rescale out to go on with the adapter's, or call "
-            "patch_model before the trainer for both."
-        )
-
-
-def _with_window(
-    rescaling: Rescaling, model: nn.Module, args: RopeSFTConfig, view: View, train_dataset: Any
-) -> Rescaling:
-    """Give a rescaling without a window of its own the longest row or view target that it is trained on."""
-    if not rescaling.wants_window:
-        return rescaling
-    rows = max(args.max_length or 0, longest_document(train_dataset) or 0)
-    window = max(rows, farthest_target(view), find_decoder(model).config.max_position_embeddings)
-    return rescaling.with_window(window)
 
 
 def forget_earlier_trainer(model: nn.Module) -> None:

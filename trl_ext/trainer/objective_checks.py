@@ -1,4 +1,4 @@
-"""Whether a trainer's objective works with its other options, engine and devices; asked before training."""
+"""Whether a trainer's objective works with its other options, engine and devices; checked before training."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -48,30 +48,29 @@ def check_objective(
         )
     if compute_loss_func is not None:
         raise ValueError(f"compute_loss_func is a loss, and objective {args.objective!r} has its own: leave it out.")
-    checkpointing: Any = _checkpointing(args)
-    if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+    if args.gradient_checkpointing and args.checkpointing_options.get("use_reentrant"):
         raise ValueError(
             f"objective {args.objective!r} loses its gradient without an error under reentrant checkpointing. Set "
             "gradient_checkpointing_kwargs={'use_reentrant': False}."
         )
     if args.objective_options.reads_short_contexts:
-        _check_short_contexts(accelerator, has_images)
-    _check_one_gpu(model, args.objective)
-
-
-def undo_reentrant_default(args: "RopeSFTConfig") -> None:
-    """Switch off the reentrant checkpointing that TRL sets for adapters under ZeRO-3: it loses objectives' gradients.
-
-    DeepSpeed once failed with the other kind; 0.19.8 does not.
-    """
-    checkpointing = _checkpointing(args)
-    if checkpointing.get("use_reentrant"):
-        checkpointing["use_reentrant"] = False
-
-
-def _checkpointing(args: "RopeSFTConfig") -> Any:
-    # Transformers reads the new name where it has one; TRL sets the old one
-    return getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and getattr(plugin, "fsdp_version", 2) == 1:
+            raise ValueError(
+                "longce and kl_longce read as many short windows as the rank's own documents have, and FSDP1 hides "
+                "that weights are gathered for each: set fsdp_config={'fsdp_version': 2}, or use DDP or DeepSpeed."
+            )
+        if has_images:
+            raise ValueError(
+                "longce and kl_longce read short windows of a row's tokens without its images: leave them out for a "
+                "dataset with images."
+            )
+    devices = {str(p.device) for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    if len(devices) > 1:
+        raise ValueError(
+            f"objective {args.objective!r} computes its loss on one GPU, and device_map has spread the model over "
+            f"{', '.join(sorted(devices))}: {_INSTEAD_OF_SPREADING}"
+        )
 
 
 def check_next_token(model: nn.Module, here: torch.device) -> None:
@@ -116,6 +115,11 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
     attends = bool(getattr(options, "attention", 0.0))
     attention = attention_name(causal_lm)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:  # one window for all layers, as Mistral's
+        has_local_layers = getattr(config, "sliding_window", None) is not None
+    else:
+        has_local_layers = any(map(is_local, layer_types))
     common_reasons = {
         f"objective {args.objective!r} does not say that it can (`shares_sequences`)": not objective_of(
             args
@@ -131,9 +135,7 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
         "padding_free rows hold several documents, which a ring does not keep apart": args.padding_free,
         "packed rows hold several documents, which a ring does not keep apart": args.packing
         and args.packing_strategy != "wrapped",
-        "layers with sliding windows would attend to all tokens before, as a ring has no masks": _has_local_layers(
-            config
-        ),
+        "layers with sliding windows would attend to all tokens before, as a ring has no masks": has_local_layers,
         f"attention is {attention}, where a ring is one of sdpa": attention != "sdpa",
     }
     ulysses_reasons = {
@@ -144,34 +146,3 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
     }
     reasons = common_reasons | (ring_reasons if engine == "cp" else ulysses_reasons)
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _has_local_layers(config: Any) -> bool:
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:  # one window for all layers, as Mistral's
-        return getattr(config, "sliding_window", None) is not None
-    return any(map(is_local, layer_types))
-
-
-def _check_short_contexts(accelerator: Accelerator, has_images: bool) -> None:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and getattr(plugin, "fsdp_version", 2) == 1:
-        raise ValueError(
-            "longce and kl_longce read as many short windows as the rank's own documents have, and "
-            "FSDP1 hides that weights are gathered for each: set fsdp_config={'fsdp_version': 2}, or use DDP or "
-            "DeepSpeed."
-        )
-    if has_images:
-        raise ValueError(
-            "longce and kl_longce read short windows of a row's tokens without its images: leave "
-            "them out for a dataset with images."
-        )
-
-
-def _check_one_gpu(model: nn.Module, objective: str) -> None:
-    devices = {str(p.device) for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    if len(devices) > 1:
-        raise ValueError(
-            f"objective {objective!r} computes its loss on one GPU, and device_map has spread the model over "
-            f"{', '.join(sorted(devices))}: {_INSTEAD_OF_SPREADING}"
-        )

@@ -1,7 +1,6 @@
-"""Counts of trained tokens: over all ranks, up to a checkpoint, and per second."""
+"""Counts of trained tokens, over all ranks and up to a checkpoint."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,21 +38,6 @@ def tokens_until(checkpoint: str | Path) -> int:
     if not file.is_file():
         return 0
     state = json.loads(file.read_text(encoding="utf-8"))
-    kept = state.get("stateful_callbacks", {}).get(_KEPT)
-    logged = [entry["num_tokens"] for entry in state.get("log_history", []) if "num_tokens" in entry]
-    return int(kept["tokens"]) if kept else int(max(logged, default=0))
-
-
-class TokenRate:
-    """Tokens per second from one log to the next."""
-
-    def __init__(self) -> None:
-        self._last: tuple[float, float] | None = None  # tokens, and when they were counted
-
-    def since_last(self, tokens: float) -> float | None:
-        """The rate since the last call, given all `tokens` so far; None in the first call or without new tokens."""
-        now, last = time.perf_counter(), self._last
-        self._last = tokens, now
-        if last is None or tokens <= last[0]:
-            return None
-        return (tokens - last[0]) / (now - last[1])
+    if kept := state.get("stateful_callbacks", {}).get(_KEPT):
+        return int(kept["tokens"])
+    return int(max((entry.get("num_tokens", 0) for entry in state.get("log_history", [])), default=0))

@@ -1,7 +1,8 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,9 +41,10 @@ from ..runs.model_card import DatasetFacts, SavedRun
 from ..runs.record import RunRecord
 from ..runs.same_adapters import require_same_adapters
 from ..runs.same_rows import require_same_data
-from .finite_losses import FiniteLosses, require_finite_weights, tell_of_evaluation
-from .gpus import loading_on_one_gpu, tell_idle_gpus
+from .dataset_checks import named_sets, require_kept_borders, require_known_tokens, require_text
+from .finite_losses import FiniteLosses, log_broken_evaluation, require_finite_weights
 from .length_checks import check_evaluation_lengths, check_lengths
+from .model_loading import loading_options, warn_of_idle_gpus
 from .model_setup import (
     forget_earlier_trainer,
     has_rope,
@@ -52,7 +54,7 @@ from .model_setup import (
     train_qkv_only,
     with_base_revision,
 )
-from .objective_checks import check_next_token, check_objective, check_shared_sequences, undo_reentrant_default
+from .objective_checks import check_next_token, check_objective, check_shared_sequences
 from .small_steps import warn_of_lost_steps
 from .step_batches import (
     FIRST_SAMPLE,
@@ -62,19 +64,10 @@ from .step_batches import (
     require_borders,
     total_counts,
 )
-from .token_count import TokenRate, counts_of_all_ranks, keep_count, tokens_until
-from .training_set import (
-    named_sets,
-    prepare_rows,
-    require_kept_borders,
-    require_known_tokens,
-    require_taught,
-    require_text,
-    with_masked_loss,
-)
+from .token_count import counts_of_all_ranks, keep_count, tokens_until
+from .training_set import prepare_rows, require_taught, with_masked_loss
 from .training_text import prepare_text
 from .view import TrainerView
-from .whole_weights import loading_whole_weights
 
 logger = logging.get_logger(__name__)
 
@@ -147,9 +140,10 @@ class RopeSFTTrainer(SFTTrainer):
         formatting_func: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        # 1. Before TRL: the model, the configuration, and what a view or the loss needs of the texts.
         if isinstance(model, str):
             require_no_adapter(model, "model")
-        if args is None:
+        if args is None:  # as TRL names the folder
             name = model if isinstance(model, str) else model.config._name_or_path
             args = RopeSFTConfig(output_dir=f"{Path(name).name or 'model'}-RoPE-SFT")
         config = RopeSFTConfig.of(args)
@@ -172,10 +166,12 @@ class RopeSFTTrainer(SFTTrainer):
         if formatting_func is None:
             config = with_masked_loss(config, train_dataset, eval_dataset)
             require_text(eval_dataset, "eval_dataset", config)
-        checkpointing: Any = config.gradient_checkpointing_kwargs or {}  # as the user set it: TRL sets it too
-        asked_reentrant = bool(checkpointing.get("use_reentrant"))
+        checkpointing: Any = config.gradient_checkpointing_kwargs or {}
+        asked_reentrant = bool(checkpointing.get("use_reentrant"))  # now, as TRL sets it for adapters under ZeRO-3
         self._has_own_collator = data_collator is not None
-        with loading_on_one_gpu(config), loading_whole_weights(model, config):
+
+        # 2. TRL loads the model, adds adapters, tokenizes (`_prepare_dataset` below) and makes the accelerator.
+        with loading_options(model, config):
             super().__init__(
                 model,
                 config,
@@ -196,39 +192,66 @@ class RopeSFTTrainer(SFTTrainer):
             )
         self._check_datasets()
         if not self.is_model_parallel:
-            tell_idle_gpus(config)
+            warn_of_idle_gpus(config)
+
+        # 3. The model is patched. Under the engine it is wrapped later, in `train`.
         came_patched = is_patched(self.model)
         if config.needs_rope or has_rope(self.model):
             patch_by_config(self.model, config, self.train_dataset)
-        self._view = TrainerView(self.model)
-        self._record = self._start_record(dataset_facts)
-        self._share_sequences()
         keep_quantised_weights(self.model)
         require_unharmed_codes(self.model, self.accelerator)
         if config.trainable == "qkv":
             train_qkv_only(self.model)
+        self._view = TrainerView(self.model)
+        source = self._view.source
+        view = resolve_view(TRUE_POSITIONS) if source is None else source.view
+        method = training_method(config, view, config.seed if source is None else source.clock.seed)
+        self._record = RunRecord(self.model, config.output_dir, source, method, dataset_facts)
+
+        # 4. Ranks that share each sequence: in a ring, or by Ulysses, whose batches come split.
+        self._ranks = SequenceRanks.of(self.accelerator)
+        self._ring = self._ranks if self._ranks is not None and self._ranks.engine == "cp" else None
+        self._ulysses = self._ranks if self._ranks is not None and self._ranks.engine == "sp" else None
+        if self._ranks is not None:
+            check_shared_sequences(self.model, config, self._ranks, self._is_vision_dataset)
+            if not self._has_own_collator:
+                self._ranks.pad_collator(self.data_collator)
+
+        # 5. The loss of a step, and what is counted for its log.
         self._objective = self._make_objective(asked_reentrant)
         group = config.shifted_group
         self._shifted = None if group is None else ShiftedAttention(self.model, group)
         self._step_counts: dict[str, int] = {}  # divisors of the losses of an optimizer step
         self._means = {mode: self._new_means() for mode in ("train", "eval")}
-        self._token_rate = TokenRate()
+        self._last_log = (0.0, 0.0)  # tokens and seconds
         self._finite_losses = FiniteLosses(self.accelerator)
         self._batches_left = 0  # of the optimizer step
         self._whole: dict[str, Any] | None = None  # rows of the current batch, where ranks share them
         self._evaluated = 0  # documents of the evaluation so far
         self._only_repeated = False  # whether all rows of the current evaluation batch repeat others
+
+        # 6. Checks that need the rows as well as the model, and the memory that a step will take.
         self.memory_plan: MemoryPlan | None = None
         self._long_rows: LongRowTraining | None = None
-        if self._view.source is not None:
-            try:
-                check_lengths(self.model, self.args, self._view.source, self._objective, self.train_dataset)
-                check_evaluation_lengths(self.model, self._view.source, self._objective, self.eval_dataset)
-            except ValueError:
-                if not came_patched:
-                    unpatch_model(self.model)
-                raise
-            self._plan_memory()
+        if source is None:
+            return
+        try:
+            check_lengths(self.model, config, source, self._objective, self.train_dataset)
+            check_evaluation_lengths(self.model, source, self._objective, self.eval_dataset)
+        except ValueError:
+            if not came_patched:
+                unpatch_model(self.model)
+            raise
+        teacher = None if self._objective is None else self._objective.teacher
+        self.memory_plan, self._long_rows = plan_long_rows(
+            self.model,
+            config,
+            self.train_dataset,
+            self.accelerator,
+            ranks=self._ranks,
+            teacher_copy=teacher if isinstance(teacher, CopiedTeacher) else None,
+            has_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
+        )
 
     def _check_datasets(self) -> None:
         """Refuse token IDs that the model lacks; of sets that TRL does not prepare, also what preparation refuses."""
@@ -241,30 +264,17 @@ class RopeSFTTrainer(SFTTrainer):
             for name, dataset in sets:
                 self._require_kept_borders(dataset, name, self.args, packing=False)
 
-    def _start_record(self, dataset_facts: DatasetFacts) -> RunRecord:
-        source = self._view.source
-        view = resolve_view(TRUE_POSITIONS) if source is None else source.view
-        method = training_method(self.args, view, self.args.seed if source is None else source.clock.seed)
-        return RunRecord(self.model, self.args.output_dir, source, method, dataset_facts)
-
-    def _share_sequences(self) -> None:
-        """Find the ranks that share each sequence: in a ring, or by Ulysses, whose batches come split."""
-        self._ranks = SequenceRanks.of(self.accelerator)
-        self._ring = self._ranks if self._ranks is not None and self._ranks.engine == "cp" else None
-        self._ulysses = self._ranks if self._ranks is not None and self._ranks.engine == "sp" else None
-        if self._ranks is not None:
-            check_shared_sequences(self.model, self.args, self._ranks, self._is_vision_dataset)
-            if not self._has_own_collator:
-                self._ranks.pad_collator(self.data_collator)
-
     def _make_objective(self, asked_reentrant: bool) -> Objective | None:
         """The objective, None for TRL's own loss."""
-        # under Ulysses TRL's own loss is a mean of each micro-batch, whatever it holds
+        # Under Ulysses TRL's loss is a mean of each micro-batch, however many labels it has: "clm" takes its place.
         if not self.args.has_own_loss and self._ulysses is None:
             check_next_token(self.model, self.args.device)
             return None
-        if not asked_reentrant:
-            undo_reentrant_default(self.args)
+        options = self.args.checkpointing_options
+        if options.get("use_reentrant") and not asked_reentrant:
+            # TRL sets it for adapters under ZeRO-3, where DeepSpeed once failed without (0.19.8 does not): an
+            # objective would lose its gradient
+            options["use_reentrant"] = False
         check_objective(
             self.model,
             self.args,
@@ -279,17 +289,7 @@ class RopeSFTTrainer(SFTTrainer):
             hold_like_student(objective.teacher, self.accelerator)
         return objective
 
-    def _plan_memory(self) -> None:
-        teacher = None if self._objective is None else self._objective.teacher
-        self.memory_plan, self._long_rows = plan_long_rows(
-            self.model,
-            self.args,
-            self.train_dataset,
-            self.accelerator,
-            ranks=self._ranks,
-            teacher_copy=teacher if isinstance(teacher, CopiedTeacher) else None,
-            has_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
-        )
+    # Rows. SFTTrainer.__init__ calls `_prepare_dataset` once for each set, and `evaluate` for sets that it is given.
 
     def _prepare_dataset(
         self,
@@ -317,6 +317,8 @@ class RopeSFTTrainer(SFTTrainer):
         if not self._has_own_collator:  # which may know of seq_lengths
             require_kept_borders(dataset, name, args, packing)
 
+    # A run. `train` calls `_inner_training_loop`, which calls `get_batch_samples` once an optimizer step.
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; a checkpoint of another RoPE or another method is refused.
 
@@ -331,43 +333,36 @@ class RopeSFTTrainer(SFTTrainer):
                 the first row again); no checkpoint is whole; or `output_dir` holds an adapter, and this run trains
                 none.
         """
-        require_no_adapter_beside(self.model, str(self.args.output_dir))  # now, not at the save after the training
+        require_no_adapter_beside(self.model, str(self.args.output_dir))  # not only when it saves, after the training
+        output_dir = Path(str(self.args.output_dir))
         if resume_from_checkpoint is True:
-            newest = self._newest_whole_checkpoint()
-            resume_from_checkpoint = True if newest is None else str(newest)
+            # Trainer would take the newest, which is incomplete if a run was killed while it saved
+            newest = last_checkpoint(output_dir)
+            if newest is None and any(output_dir.glob("checkpoint-*")):
+                raise ValueError(
+                    f"{output_dir} has no whole checkpoint: a run that is killed while it saves its first leaves a "
+                    "part of one. Leave resume_from_checkpoint out, which begins anew."
+                )
+            resume_from_checkpoint = True if newest is None else str(newest)  # Trainer refuses True here
         if resume_from_checkpoint and not isinstance(resume_from_checkpoint, bool):
-            self._check_checkpoint(resume_from_checkpoint)
+            if self._view.source is not None:
+                require_same_rope(self.model, resume_from_checkpoint)
+            require_same_method(self._record.method, resume_from_checkpoint)
+            require_same_adapters(self.model, resume_from_checkpoint)
+            require_same_data(self.train_dataset, self.args, resume_from_checkpoint)
             self._total_train_tokens = tokens_until(resume_from_checkpoint)
         if self.accelerator.is_main_process:
             warn_of_lost_steps(self.model, self.args.learning_rate)
         with self._view.in_force(self.model):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _newest_whole_checkpoint(self) -> Path | None:
-        """Trainer would take the newest, which is incomplete where a run was killed while it saved."""
-        output_dir = Path(str(self.args.output_dir))
-        checkpoint = last_checkpoint(output_dir)
-        if checkpoint is None and any(output_dir.glob("checkpoint-*")):
-            raise ValueError(
-                f"{output_dir} has no whole checkpoint: a run that is killed while it saves its first leaves a part of "
-                "one. Leave resume_from_checkpoint out, which begins anew."
-            )
-        return checkpoint
-
-    def _check_checkpoint(self, folder: str) -> None:
-        if self._view.source is not None:
-            require_same_rope(self.model, folder)
-        require_same_method(self._record.method, folder)
-        require_same_adapters(self.model, folder)
-        require_same_data(self.train_dataset, self.args, folder)
-
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's loop, which `auto_find_batch_size` may begin several times in one `train`."""
         self._metrics["train"].clear()  # discard metrics of an interrupted loop
         return super()._inner_training_loop(*args, **kwargs)
 
-    # The way of a row from batch to loss: `get_batch_samples` reads all batches of an optimizer step, `training_step`
-    # runs each of them, `compute_loss` inside it gives the loss, and `log` writes the means of the step.
+    # An optimizer step. `get_batch_samples` reads all of its batches, `training_step` runs each of them, `compute_loss`
+    # inside it gives the loss, `_get_grad_norm` comes before the optimizer, and `log` writes the means of the step.
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -377,7 +372,7 @@ class RopeSFTTrainer(SFTTrainer):
         Each batch carries the ordinal of its first document within the step, and whole rows where ranks share them.
         """
         if 0 < self.state.max_steps <= self.state.global_step:
-            # Trainer checks for the end only after a step: resumed from its last checkpoint it would take one more
+            # Trainer looks for the end only after a step: resumed from its last checkpoint it would take one more
             self.control.should_training_stop = True
             return [], None
         self._means["train"] = self._new_means()  # discard sums of an interrupted step
@@ -407,28 +402,22 @@ class RopeSFTTrainer(SFTTrainer):
             for batch, whole in zip(batches, rows, strict=True):
                 batch[WHOLE_ROWS] = whole
         if self._objective is not None:
-            self._step_counts = self._count_step(rows, firsts, device)
-            # A non-None num_items stops Trainer from dividing again by gradient_accumulation_steps.
+            counts = []
+            for batch, first in zip(rows, firsts, strict=True):
+                self._view.set_clock(self.state, first)  # counts may depend on draws
+                counts.append(self._objective.counts(self._objective.read(batch)))
+            over_all_ranks = self.args.average_tokens_across_devices
+            self._step_counts = total_counts(
+                counts, self.accelerator, device, self._ranks, over_all_ranks=over_all_ranks
+            )
+            # a non-None num_items stops Trainer from dividing again by gradient_accumulation_steps
             num_items = self._step_counts["tokens"]
         return batches, num_items
 
-    def _count_step(self, rows: list[dict[str, Any]], firsts: list[int], device: torch.device) -> dict[str, int]:
-        """Tokens and labels of the optimizer step, by which the objective divides the sums of each batch."""
-        assert self._objective is not None
-        counts = []
-        for batch, first in zip(rows, firsts, strict=True):
-            self._view.set_clock(self.state, first)  # counts may depend on draws
-            counts.append(self._objective.counts(self._objective.read(batch)))
-        over_all_ranks = self.args.average_tokens_across_devices
-        return total_counts(counts, self.accelerator, device, self._ranks, over_all_ranks=over_all_ranks)
-
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of a micro-batch, whose draws are keyed by optimizer step and document.
-
-        The key is also set for a user's own `compute_loss`.
-        """
-        model.train()  # before the contexts: an objective patches other things in training than in evaluation
-        self._view.set_clock(self.state, inputs.pop(FIRST_SAMPLE, 0))
+        """Forward and backward of a micro-batch, whose draws are keyed by optimizer step and document."""
+        model.train()  # Trainer does so later: an objective patches other things in training than in evaluation
+        self._view.set_clock(self.state, inputs.pop(FIRST_SAMPLE, 0))  # here, for a user's own compute_loss too
         self._whole = inputs.pop(WHOLE_ROWS, None)
         with ExitStack() as stack:
             for part in (self._long_rows, self._objective, self._shifted):  # the last one sees attention calls first
@@ -437,9 +426,12 @@ class RopeSFTTrainer(SFTTrainer):
             loss = super().training_step(model, inputs, *args, **kwargs)
         self._whole = None
         if self._ulysses is not None:
-            loss = self._mean_of_ulysses(loss)
+            # for the log: the mean over ranks need not be what DeepSpeed makes of their gradients
+            over_all_ranks = self.args.average_tokens_across_devices
+            n_parts = self.accelerator.num_processes if over_all_ranks else self._ulysses.size
+            loss = loss * (n_parts / gradient_factor(self.accelerator, over_all_ranks=over_all_ranks))
         if getattr(self.compute_loss, "__func__", None) is not RopeSFTTrainer.compute_loss:
-            # a user's own `compute_loss` has not checked; each check waits for the GPU
+            # a user's own compute_loss, which has not checked; each check waits for the GPU
             self._finite_losses.require(loss, self.state.global_step)
         if self._view.perturbs and (self._objective is None or self._objective.draws):
             self._means["train"].add(self._view.drawn())
@@ -448,13 +440,6 @@ class RopeSFTTrainer(SFTTrainer):
             for name, mean in self._means["train"].take().items():
                 self._metrics["train"][name].append(mean)
         return loss
-
-    def _mean_of_ulysses(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for the log, whose mean over ranks need not be what DeepSpeed makes of their gradients."""
-        assert self._ulysses is not None
-        over_all_ranks = self.args.average_tokens_across_devices
-        n_parts = self.accelerator.num_processes if over_all_ranks else self._ulysses.size
-        return loss * (n_parts / gradient_factor(self.accelerator, over_all_ranks=over_all_ranks))
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Trainer's splitting of a batch inside the step, which changes the batch's tensors in place."""
@@ -470,7 +455,9 @@ class RopeSFTTrainer(SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The loss of a batch: TRL's own, or the objective's."""
-        with self._shard_in_force(inputs):
+        with ExitStack() as stack:
+            if self._ranks is not None and self._whole is not None and self._view.source is not None:
+                stack.enter_context(self._ranks.shard_in_force(self.model, self._whole, inputs))
             if self._objective is None:
                 with counts_of_all_ranks(self.accelerator):
                     result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -480,12 +467,6 @@ class RopeSFTTrainer(SFTTrainer):
             loss = result[0] if isinstance(result, tuple) else result
             self._finite_losses.require(loss, self.state.global_step)
         return result
-
-    def _shard_in_force(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Tells forwards inside the block which tokens of whole rows they get, where ranks share a sequence."""
-        if self._ranks is None or self._whole is None or self._view.source is None:
-            return nullcontext()
-        return self._ranks.shard_in_force(self.model, self._whole, inputs)
 
     def _objective_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """The objective's loss of a batch; its parts are added to the means that are logged."""
@@ -510,7 +491,7 @@ class RopeSFTTrainer(SFTTrainer):
         return loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's norm of the gradients, which it asks for before each optimizer step, with and without clipping."""
+        """Trainer's norm of the gradients, which it computes before each optimizer step, with and without clipping."""
         norm = super()._get_grad_norm(*args, **kwargs)
         self._finite_losses.require_gradient(norm, self.state.global_step)
         return norm
@@ -518,21 +499,24 @@ class RopeSFTTrainer(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, with tokens per second since the last one."""
         if self.model.training and "loss" in logs:
-            rate = self._token_rate.since_last(float(self._total_train_tokens))
-            if rate is not None:
-                self._metrics["train"]["tokens_per_second"].append(rate)
+            (before, then), now = self._last_log, (float(self._total_train_tokens), time.perf_counter())
+            self._last_log = now
+            if then and now[0] > before:  # not in the first log, whose beginning is not known
+                self._metrics["train"]["tokens_per_second"].append((now[0] - before) / (now[1] - then))
         super().log(logs, start_time)
 
     def _new_means(self) -> StepMeans:
         return StepMeans(self.accelerator, ranks_alike=not self.args.average_tokens_across_devices)
 
+    # An evaluation. `evaluate` and `predict` call `evaluation_loop`, which calls `prediction_step` for each batch.
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """TRL's evaluation; the view of this trainer is in force meanwhile, also after training."""
+        """TRL's evaluation under the view of this trainer, also after training."""
         with self._view.in_force(self.model):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's prediction; the view of this trainer is in force meanwhile, also after training."""
+        """TRL's prediction under the view of this trainer, also after training."""
         with self._view.in_force(self.model):
             return super().predict(*args, **kwargs)
 
@@ -548,13 +532,12 @@ class RopeSFTTrainer(SFTTrainer):
         self._evaluated = 0
         self._means["eval"] = self._new_means()  # discard sums of an interrupted loop
         if self._ring is not None:
-            self.gather_function = self._ring.gather_of_rings  # for this loop: Trainer sets its own again
+            self.gather_function = self._ring.gather_of_rings  # Trainer sets its own again for the next loop
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         forget_unfinished_forwards(self.model)
         metrics = cast(dict[str, float], output.metrics)
         means = self._means["eval"].take()
-        for name, mean in means.items():
-            metrics[f"{metric_key_prefix}_{name}"] = mean
+        metrics.update({f"{metric_key_prefix}_{name}": mean for name, mean in means.items()})
         loss = None if self._objective is None else self._objective.evaluation_loss(means)
         if loss is not None:
             metrics[f"{metric_key_prefix}_loss"] = loss
@@ -571,42 +554,36 @@ class RopeSFTTrainer(SFTTrainer):
             reader = self.args.process_index // (1 if self._ring is None else self._ring.size)
             state, batch_size = self.accelerator.gradient_state, self.args.eval_batch_size
             inputs, self._only_repeated = without_repeated(inputs, state, batch_size, reader)
-        first_sample = self._count_evaluated(inputs)
+        first_sample = 0  # ordinal of the batch's first document, by which it draws
+        if self._view.perturbs or self._objective is not None:
+            (before,), n_documents = number_documents([inputs], self.accelerator, self.args.device, self._ring)
+            first_sample = self._evaluated + before
+            self._evaluated += n_documents
         self._view.set_evaluation_clock(first_sample)
-        with nullcontext() if self._long_rows is None else self._long_rows.active():
+        with ExitStack() as stack:
+            if self._long_rows is not None:
+                stack.enter_context(self._long_rows.active())
             if self._objective is not None:
                 self._objective.begin(None, first_sample)
             if self._ring is not None:
                 result = self._predict_in_ring(model, inputs, prediction_loss_only)
-            elif self._objective is not None:
-                result = self._predict_by_objective(model, inputs, prediction_loss_only)
-            else:
+            elif self._objective is None:
                 result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        tell_of_evaluation(result[0])
+            else:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(self.compute_loss_context_manager())
+                with self._objective.active():
+                    loss = self.compute_loss(model, inputs)
+                logits = labels = None
+                if not prediction_loss_only:  # the objective's forward makes no logits
+                    labels = inputs.pop("labels", None)
+                    logits = model(**inputs, use_cache=False).logits
+                result = loss, logits, labels
+        log_broken_evaluation(result[0])
         return result
 
-    def _count_evaluated(self, inputs: dict[str, Any]) -> int:
-        """Add a batch's documents to those of the evaluation; returns the ordinal of its first one."""
-        if not self._view.perturbs and self._objective is None:
-            return 0
-        (before,), n_documents = number_documents([inputs], self.accelerator, self.args.device, self._ring)
-        first_sample = self._evaluated + before
-        self._evaluated += n_documents
-        return first_sample
-
-    def _predict_by_objective(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
-        assert self._objective is not None
-        with torch.no_grad(), self.compute_loss_context_manager():
-            with self._objective.active():
-                loss = self.compute_loss(model, inputs)
-            if prediction_loss_only:
-                return loss, None, None
-            # the objective's forward makes no logits
-            others = {name: value for name, value in inputs.items() if name != "labels"}
-            return loss, model(**others, use_cache=False).logits, inputs.get("labels")
-
     def _predict_in_ring(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
-        """An evaluation step whose rows are split as in training; TRL's own runs whole rows on every rank."""
+        """An evaluation step whose rows are split as in training; Trainer runs whole rows on every rank."""
         assert self._ring is not None
         if not prediction_loss_only:
             raise ValueError(
@@ -628,6 +605,8 @@ class RopeSFTTrainer(SFTTrainer):
         finally:
             self._whole = None
         return self._ring.sum_over(loss), None, None
+
+    # Files. Trainer calls `save_model` at the end and in `_save_checkpoint`, and pushes to the hub from either.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's saving, also of checkpoints, with a record of what was trained with and a model card.
@@ -667,7 +646,7 @@ class RopeSFTTrainer(SFTTrainer):
         if checkpoint is None:
             return "Free some space, and run the same again: no checkpoint is whole yet."
         return (
-            f"Free some space, and run the same again: `rope-patch extend` and recipes with stages go on from "
+            "Free some space, and run the same again: `rope-patch extend` and recipes with stages go on from "
             f"{checkpoint}, the newest that is whole, and other recipes and scripts with "
             f"resume_from_checkpoint={str(checkpoint)!r}."
         )

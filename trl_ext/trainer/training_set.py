@@ -1,4 +1,4 @@
-"""Preparation of a training set before the first step: what is cut, left out or refused."""
+"""From documents to rows of tokens, before the first step: what is cut and what is left out."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset, IterableDataset, LargeList, List
+from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 
 from rope_patch.layout.document_lengths import document_lengths
@@ -18,6 +18,7 @@ from rope_patch.layout.special_tokens import SpecialTokens
 from ..config import RopeSFTConfig
 from ..data.document_survey import Survey
 from ..data.long_documents import STAY_WHOLE, cut_batch, cut_into_rows
+from .dataset_checks import column_names, has_lists, named_sets
 
 logger = logging.get_logger(__name__)
 
@@ -27,162 +28,18 @@ Prepare = Callable[[Any, RopeSFTConfig, bool], Any]
 _PART = 2**16  # tokens that are looked at together
 
 
-def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
-    """Raise ValueError if a dataset (one, or several by name) or a row lacks the text or chat that TRL reads."""
-    for part_name, part in named_sets(dataset, name):
-        _require_text_in(part, part_name, args)
-
-
-def _require_text_in(dataset: Any, name: str, args: RopeSFTConfig) -> None:
-    prepared: Any = args.dataset_kwargs or {}
-    if not isinstance(dataset, Dataset) or prepared.get("skip_prepare_dataset"):
-        return
-    columns = dataset.column_names
-    if len(dataset) == 0:
-        raise ValueError(f"{name} must have at least one row, got none.")
-    if dataset.format["type"] == "custom":  # a user's function makes the rows
-        return
-    chats = ("messages", "conversations")  # TRL looks at the first row
-    chat = next((c for c in chats if c in columns and (args.dataset_text_field not in columns or dataset[0][c])), None)
-    if "input_ids" in columns:
-        _require_integers_in_each_row(dataset, name)
-    elif {"prompt", "completion"} <= set(columns):
-        _require_chats_in_each_row(dataset, name, ("prompt", "completion"))
-    elif chat is not None:
-        _require_chats_in_each_row(dataset, name, (chat,))
-    elif args.dataset_text_field in columns:
-        _require_text_in_each_row(dataset, name, args.dataset_text_field)
-    else:
-        raise ValueError(
-            f"{name} must have a column {args.dataset_text_field!r}, or prompt and completion, messages, or input_ids, "
-            f"got {', '.join(columns)}. Set dataset_text_field if the text has another name."
-        )
-
-
-def named_sets(dataset: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The sets in `dataset` (one, several by name, or None), each with its name for messages."""
-    if isinstance(dataset, Mapping):
-        for key, part in dataset.items():
-            yield f"{name}[{key!r}]", part
-    elif dataset is not None:
-        yield name, dataset
-
-
-def require_kept_borders(dataset: Any, name: str, args: RopeSFTConfig, packing: bool) -> None:
-    """Raise ValueError if rows of `dataset` hold several documents that TRL's collator would not keep apart.
-
-    Args:
-        dataset: as the user gave it.
-        name: of it, for messages.
-        args: of the trainer.
-        packing: whether it will be packed.
-    """
-    packs = args.packing_strategy != "wrapped"
-    if args.padding_free or (args.packing and packs):
-        return
-    packed = isinstance(dataset, Dataset | IterableDataset) and "seq_lengths" in _column_names(dataset)
-    if packed or (packing and packs):
-        why = "it has a column seq_lengths" if packed else f"eval_packing={args.eval_packing}"
-        raise ValueError(
-            f"rows of {name} hold several documents ({why}), which are kept apart only with padding_free=True, or "
-            f"packing=True and packing_strategy='bfd_split' or 'bfd'; got padding_free={args.padding_free}, "
-            f"packing={args.packing}, packing_strategy={args.packing_strategy!r}. Set padding_free=True, or give "
-            "one document a row and do not pack them."
-        )
-
-
-def _require_chats_in_each_row(dataset: Dataset, name: str, columns: tuple[str, ...]) -> None:
-    """Raise ValueError for a row without messages, or with prompt and completion that are not both texts or chats."""
-    kind = "a list" if len(columns) == 1 else "texts, or lists"
-    for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None)):
-        values = [row[column] for column in columns]
-        are_texts = len(values) == 2 and all(isinstance(value, str) for value in values)
-        if not are_texts and not (all(map(_is_chat, values)) and values[0]):
-            raise ValueError(
-                f"{name}: row {number} must have in {' and '.join(map(repr, columns))} {kind} of messages with a role "
-                f"and content, such as [{{'role': 'user', 'content': '...'}}], got {row!r:.120}. Correct the row, or "
-                "leave it out."
-            )
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role") or ("value" in message and message.get("from")), str)
-        for message in value
-    )
-
-
-def _require_integers_in_each_row(dataset: Dataset, name: str) -> None:
-    """Raise ValueError if tokens or labels are no lists of integers."""
-    for column in {"input_ids", "labels"} & set(dataset.column_names):
-        feature = dataset.features[column]
-        kind = getattr(feature, "feature", feature)
-        if not (isinstance(feature, List | LargeList) and "int" in str(getattr(kind, "dtype", ""))):
-            raise ValueError(f"{name} must have a list of integers in {column!r} of each row, got {feature}.")
-
-
-def require_known_tokens(dataset: Any, name: str, vocab_size: int | None) -> None:
-    """Raise ValueError if a row has a token or label without an embedding in the model.
-
-    Args:
-        dataset: tokenized; a stream is not checked.
-        name: of it, for messages.
-        vocab_size: of the model.
-    """
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or vocab_size is None:
-        return
-    for column in [c for c in ("input_ids", "labels") if isinstance(dataset.features.get(c), List | LargeList)]:
-        for first, rows in _batches(dataset, column):
-            ids = pc.list_flatten(rows).to_numpy()
-            unknown = ((ids < 0) | (ids >= vocab_size)) & ((ids != -100) | (column == "input_ids"))
-            if unknown.any():
-                at = int(unknown.argmax())
-                row = int(np.searchsorted(np.cumsum(pc.list_value_length(rows).to_numpy()), at, side="right"))
-                masked = ", or -100 for none" if column == "labels" else ""
-                raise ValueError(
-                    f"{name}: row {first + row} of its tokenized rows has {ids[at]} in {column!r}, and the model knows "
-                    f"tokens 0 to {vocab_size - 1}{masked}. Use the model's own tokenizer, or, if you added tokens to "
-                    "it, call model.resize_token_embeddings(len(tokenizer))."
-                )
-
-
-def _batches(dataset: Dataset, column: str) -> Iterator[tuple[int, Any]]:
-    """An Arrow column in parts, each with the number of its first row."""
-    first = 0
-    for batch in dataset.select_columns([column]).with_format("arrow").iter(1000):
-        yield first, batch[column]
-        first += len(batch)
-
-
-def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
-    parts = dataset.select_columns([field]).with_format("arrow").iter(1000)
-    n_missing = sum(part[field].null_count for part in parts)
-    if n_missing:
-        raise ValueError(
-            f"{name} must have a text in every row: {n_missing:,} of {len(dataset):,} rows have no {field!r}, or null. "
-            "Leave these rows out."
-        )
-    feature = dataset.features[field]
-    kind = getattr(feature, "dtype", feature)
-    if kind not in ("string", "large_string", "string_view"):
-        raise ValueError(
-            f"{name} must have a string in {field!r}, got {kind}. Set dataset_text_field to the column of the text."
-        )
-
-
 def with_masked_loss(args: RopeSFTConfig, *datasets: Any) -> RopeSFTConfig:
     """`args`, or a copy in which the loss is of completions, where the rows of one of `datasets` say what those are.
 
-    TRL decides so by itself for prompts and completions, and would not read the mask of rows of token ids. It counts
-    every token of rows without a mask either policy.
+    TRL decides so for prompts and completions, and would not read the mask of rows of token IDs. It counts every token
+    of rows without a mask whatever the setting.
 
     Args:
         args: of the trainer.
         datasets: to train on and to evaluate on, each one, several by name or None.
     """
-    sets = [part for dataset in datasets for _, part in named_sets(dataset, "")]
-    if args.completion_only_loss is None and any({"input_ids", "completion_mask"} <= _first_columns(p) for p in sets):
+    sets = [part for dataset in datasets for _, part in named_sets(dataset, "") if hasattr(part, "column_names")]
+    if args.completion_only_loss is None and any({"input_ids", "completion_mask"} <= {*column_names(p)} for p in sets):
         args = copy.copy(args)
         args.completion_only_loss = True
     return args
@@ -201,11 +58,7 @@ def document_tokens(dataset: Dataset) -> Iterator[tuple[torch.Tensor, torch.Tens
     for batch in rows.with_format("arrow").iter(max(_PART * len(dataset) // max(int(tokens.sum()), 1), 1)):
         lengths = pc.list_flatten(batch["seq_lengths"]) if packed else pc.list_value_length(batch["input_ids"])
         ids = pc.list_flatten(batch["input_ids"])
-        yield _int64(ids), _int64(lengths)
-
-
-def _int64(column: Any) -> torch.Tensor:
-    return torch.tensor(column.to_numpy(), dtype=torch.int64)
+        yield torch.tensor(ids.to_numpy(), dtype=torch.int64), torch.tensor(lengths.to_numpy(), dtype=torch.int64)
 
 
 def prepare_rows(
@@ -240,17 +93,29 @@ def prepare_rows(
             dataset, coverage = cut_into_rows(dataset, tokenizer, args.max_length or 0, args.dataset_text_field)
         if args.process_index == 0:
             logger.warning(f"{name}: {coverage}")
-    columns = _column_names(dataset)
-    if "seq_lengths" in columns:
-        return _prepare_packed(dataset, name, args, prepare)
+    columns = column_names(dataset)
+    if "seq_lengths" in columns:  # packed again, each row would count as one document
+        if args.max_length is not None and isinstance(dataset, Dataset) and has_lists(dataset, "input_ids"):
+            parts = dataset.select_columns(["input_ids"]).with_format("arrow").iter(1000)
+            longest = max((pc.max(pc.list_value_length(part["input_ids"])).as_py() for part in parts), default=0)
+            if longest > args.max_length:
+                raise ValueError(
+                    f"{name} has a column seq_lengths, so its rows are packed already and must have at most max_length="
+                    f"{args.max_length} tokens, got one of {longest}. Raise max_length, or give documents one a row."
+                )
+        unchanged = copy.copy(args)
+        unchanged.max_length = None
+        return prepare(dataset, unchanged, False)
+    # 1. TRL tokenizes, and neither truncates nor packs.
     tokenize_only = copy.copy(args)
     tokenize_only.max_length, tokenize_only.shuffle_dataset = None, False
     tokenized = prepare(dataset, tokenize_only, False)
     policy = LongDocumentPolicy.of(args, tokenizer, packing, columns)
     if isinstance(tokenized, IterableDataset):
         return _prepare_stream(tokenized, name, args, policy, lambda rows: prepare(*policy.truncated(rows), packing))
-    if not all(isinstance(tokenized.features[column], List | LargeList) for column in ("input_ids", "labels")):
+    if not has_lists(tokenized, "input_ids", "labels"):
         return prepare(tokenized, args, packing)
+    # 2. Documents that nothing can be learned from are counted, and left out where documents are split.
     limit = args.max_length if policy.truncates else None
     survey = partial(Survey.of, special=policy.special, labelled=policy.labelled, joined=policy.wraps)
     documents = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
@@ -277,6 +142,7 @@ def prepare_rows(
     kept = ~(lost | untaught if policy.splits else lost)
     if policy.splits and not kept.all():
         tokenized = tokenized.select(np.flatnonzero(kept))
+    # 3. Longer documents are cut if their kind allows it.
     lengths, masked = documents.lengths[kept], documents.masked[kept]
     longer = lengths > args.max_length if args.max_length is not None else np.zeros_like(masked)
     cut = longer & policy.cuts(masked)
@@ -297,6 +163,7 @@ def prepare_rows(
             f"{_count(tokens, 'token')} ({tokens / documents.tokens:.1%} of all) behind max_length in "
             f"{_count(truncated.sum(), 'document')} ({policy.remedy()})"
         )
+    # 4. TRL truncates, packs and shuffles.
     rows = prepare(*policy.truncated(tokenized), packing)
     if policy.splits and policy.wraps and (single := int((survey(rows).lengths == 1).sum())):
         left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
@@ -306,21 +173,6 @@ def prepare_rows(
         notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *policy.notes]
         logger.warning(f"{', '.join(notes)}. Left out: {'; '.join(left_out) or 'nothing'}.")
     return rows
-
-
-def _prepare_packed(dataset: Any, name: str, args: RopeSFTConfig, prepare: Prepare) -> Any:
-    """Leave rows that are already packed as they are: packed again each would count as one document."""
-    if isinstance(dataset, Dataset) and isinstance(dataset.features["input_ids"], List | LargeList):
-        rows = dataset.select_columns(["input_ids"]).with_format("arrow").iter(1000)
-        longest = max((int(_int64(pc.list_value_length(batch["input_ids"])).max()) for batch in rows), default=0)
-        if args.max_length is not None and longest > args.max_length:
-            raise ValueError(
-                f"{name} has a column seq_lengths, so its rows are packed already and must have at most max_length="
-                f"{args.max_length} tokens, got one of {longest}. Raise max_length, or give documents one a row."
-            )
-    unchanged = copy.copy(args)
-    unchanged.max_length = None
-    return prepare(dataset, unchanged, False)
 
 
 @dataclass(frozen=True)
@@ -336,7 +188,10 @@ class LongDocumentPolicy:
 
     @classmethod
     def of(cls, args: RopeSFTConfig, tokenizer: Any, packing: bool, columns: Sequence[str]) -> "LongDocumentPolicy":
-        begin = _begin(tokenizer)
+        try:
+            begin = SpecialTokens.of(tokenizer).begin
+        except ValueError:
+            begin = None  # an error only where a text has to be cut
         if args.max_length is not None and args.max_length <= max(len(begin or ()), 1):
             raise ValueError(
                 f"max_length must leave room for a token to predict beside the {len(begin or ())} tokens that the "
@@ -390,7 +245,7 @@ class LongDocumentPolicy:
         function = partial(
             cut_batch, max_length=self.args.max_length, begin=begin, whole=not self.packing, others=others
         )
-        options: dict[str, Any] = {"batched": True, "batch_size": 16, "remove_columns": _column_names(tokenized)}
+        options: dict[str, Any] = {"batched": True, "batch_size": 16, "remove_columns": column_names(tokenized)}
         if isinstance(tokenized, IterableDataset):
             return tokenized.map(function, **options)
         style = tokenized.format["type"]
@@ -411,14 +266,15 @@ class LongDocumentPolicy:
         """
         if self.labelled or self.packing or self.args.max_length is None:
             return tokenized, self.args
-        n, keeps_end = self.args.max_length, self.args.truncation_mode == "keep_end"
-        part = slice(-n, None) if keeps_end else slice(n)
-        columns = ("input_ids", "labels")
+        n = self.args.max_length
+        part = slice(-n, None) if self.args.truncation_mode == "keep_end" else slice(n)
         args = copy.copy(self.args)
         args.max_length = None
         options: dict[str, Any] = {} if isinstance(tokenized, IterableDataset) else {"desc": "Truncating documents"}
         with self.args.main_process_first(desc="truncating documents"):
-            return tokenized.map(lambda row: {name: row[name][part] for name in columns}, **options), args
+            return tokenized.map(
+                lambda row: {name: row[name][part] for name in ("input_ids", "labels")}, **options
+            ), args
 
     def remedy(self) -> str:
         """How to keep more of the text."""
@@ -460,8 +316,7 @@ def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any)
     """Raise ValueError if no document of a set without TRL's preparation has a token to predict; log how many lack."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or "seq_lengths" in dataset.column_names:
         return
-    columns = dataset.features
-    if not all(isinstance(columns.get(column), List | LargeList) for column in ("input_ids", "labels")):
+    if not has_lists(dataset, "input_ids", "labels"):
         return
     labelled = not args.objective_options.counts_every_token
     documents = Survey.of(dataset, tuple(tokenizer.all_special_ids), labelled=labelled)
@@ -484,25 +339,6 @@ def _require_text_to_predict(teaches: np.ndarray, name: str) -> None:
 def _teaches(row: Mapping[str, Any], special: frozenset[int], labelled: bool) -> bool:
     ids, labels = row["input_ids"], row["labels"] if labelled else row["input_ids"]
     return any(label != -100 for label in labels[1:]) and any(token not in special for token in ids)
-
-
-def _begin(tokenizer: Any) -> tuple[int, ...] | None:
-    try:
-        return SpecialTokens.of(tokenizer).begin
-    except ValueError:
-        return None  # an error only where a text has to be cut
-
-
-def _first_columns(dataset: Any) -> set[str]:
-    """Columns of a dataset, or of the first row of a stream, which does not name them once rows are computed."""
-    names = getattr(dataset, "column_names", None)
-    if names is None and isinstance(dataset, IterableDataset):
-        names = next(iter(dataset), ())
-    return set(names or ())
-
-
-def _column_names(dataset: Any) -> list[str]:
-    return list(next(iter(dataset)) if dataset.column_names is None else dataset.column_names)
 
 
 def _count(n: Any, what: str) -> str:

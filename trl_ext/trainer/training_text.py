@@ -41,13 +41,24 @@ class TrainingText:
     @cached_property
     def tokenizer(self) -> Any:
         """The trainer's tokenizer, or the model's, with the end-of-sequence token and template that `args` name."""
-        tokenizer = self._given_or_loaded()
+        args, tokenizer = self.args, self.processing_class
+        if isinstance(tokenizer, ProcessorMixin):
+            tokenizer = tokenizer.tokenizer
+        elif tokenizer is None:
+            name: Any = self.model
+            revision = None
+            if isinstance(self.model, str):
+                loading: Any = args.model_init_kwargs or {}  # parsed from JSON by now
+                revision = loading.get("revision")
+            else:
+                name = name.config._name_or_path
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
         template = self._template_file
-        if self.args.eos_token is None and template is None:
+        if args.eos_token is None and template is None:
             return tokenizer
         tokenizer = copy.deepcopy(tokenizer)  # TRL changes the user's own later
-        if self.args.eos_token is not None:
-            tokenizer.eos_token = self.args.eos_token
+        if args.eos_token is not None:
+            tokenizer.eos_token = args.eos_token
         if template is not None:
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         return tokenizer
@@ -57,18 +68,6 @@ class TrainingText:
         """`chat_template_path` if it is a template, which TRL distinguishes from a tokenizer by its suffix."""
         path = Path(self.args.chat_template_path or "")
         return path if path.suffix in (".jinja", ".j2") and path.is_file() else None
-
-    def _given_or_loaded(self) -> Any:
-        if self.processing_class is not None:
-            processor = isinstance(self.processing_class, ProcessorMixin)
-            return self.processing_class.tokenizer if processor else self.processing_class
-        if isinstance(self.model, str):
-            loading: Any = self.args.model_init_kwargs or {}  # parsed from JSON by now
-            name, revision = self.model, loading.get("revision")
-        else:
-            config: Any = self.model.config
-            name, revision = config._name_or_path, None
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=self.args.trust_remote_code)
 
     def ended_with(self, cue: str | Sequence[str]) -> tuple[Dataset, CueTokens]:
         """The rows with a cue, or one of several, behind each document, tokenized and cut by `append_cue`.
@@ -83,21 +82,7 @@ class TrainingText:
         args = self.args
         if not isinstance(self.dataset, Dataset):
             raise ValueError(f"cue needs a datasets.Dataset as train_dataset, got {type(self.dataset).__name__}.")
-        self._require_read_as_by_trl()
-        assert args.max_length is not None  # the configuration refuses a cue without one
-        seed = args.seed if args.view_seed is None else args.view_seed
-        return append_cue(
-            self.dataset,
-            self.tokenizer,
-            cue=cue,
-            max_length=args.max_length,
-            seed=seed,
-            text_field=args.dataset_text_field,
-        )
-
-    def _require_read_as_by_trl(self) -> None:
-        """Raise ValueError for settings of texts and chats, which TRL ignores for rows of token IDs."""
-        args = self.args
+        # rows are token IDs behind the cue, for which TRL ignores settings of texts and chats
         if self.formatting_func is not None:
             raise ValueError(
                 "cue does not work with formatting_func, as documents are tokenized before it is called: give "
@@ -109,13 +94,25 @@ class TrainingText:
                 "cue does not work with assistant_only_loss, as chats are token IDs before TRL looks for replies: "
                 "leave it out, and give prompt and completion, or input_ids and assistant_masks."
             )
-        columns = self.dataset.column_names
-        chats = len(self.dataset) > 0 and "input_ids" not in columns and is_conversational(self.dataset[0])
+        chats = (
+            len(self.dataset) > 0
+            and "input_ids" not in self.dataset.column_names
+            and is_conversational(self.dataset[0])
+        )
         if chats and args.chat_template_path is not None and self._template_file is None:
             raise ValueError(
                 "cue needs a chat_template_path that is a template file, .jinja or .j2, as chats are tokenized before "
                 f"TRL loads another tokenizer, got {args.chat_template_path!r}."
             )
+        assert args.max_length is not None  # the configuration refuses a cue without one
+        return append_cue(
+            self.dataset,
+            self.tokenizer,
+            cue=cue,
+            max_length=args.max_length,
+            seed=args.seed if args.view_seed is None else args.view_seed,
+            text_field=args.dataset_text_field,
+        )
 
 
 def prepare_text(

@@ -1,7 +1,7 @@
 """Check before training that a view changes something in the documents of a run."""
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -50,17 +50,23 @@ def require_effect_on(
         return
     alternatives = view.alternatives()
     if len(alternatives) > 1:  # a few draws may all be of one view, so each is checked by itself
-        for part in alternatives:
-            require_effect_on(part, lengths, n_layers, reads_last=reads_last, controls=controls, documents=documents)
+        options: Any = {"reads_last": reads_last, "controls": controls, "documents": documents}
+        for alternative in alternatives:
+            require_effect_on(alternative, lengths, n_layers, **options)
         return
     control = view.why_control() if controls else None
     if control is not None:
         logger.warning(f"view {view.name!r} is a control: {control}, so this trains as view={TRUE_POSITIONS!r} does.")
         return
     distinct = lengths.unique()
-    look = documents if view.reads_tokens else partial(_of_lengths, distinct[view.can_change(distinct)])
-    if any(_changes(view, part, step, n_layers, reads_last) for step in range(_DRAWS) for part in look()):
-        return
+    if not view.reads_tokens:  # from the shortest to the longest, as a view may change only some of them
+        changeable = distinct[view.can_change(distinct)]
+        tried = torch.linspace(0, len(changeable) - 1, min(_LENGTHS, len(changeable))).round().long()
+        by_length: list[Part] = [(None, length) for length in changeable[tried].split(1)]
+    for step in range(_DRAWS):
+        for part in documents() if view.reads_tokens else by_length:
+            if _changes(view, part, step, n_layers, reads_last):
+                return
     where = "" if reads_last else ", except for the last token of a document, after which nothing is predicted"
     size = f"{distinct[0]} tokens" if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]} tokens"
     tokens = " No document has the view's tokens at a place where they would change it." if view.reads_tokens else ""
@@ -72,13 +78,8 @@ def require_effect_on(
     )
 
 
-def _of_lengths(lengths: torch.Tensor) -> Iterator[Part]:
-    """A document of each of 16 lengths from the shortest to the longest, as a view may change only some of them."""
-    tried = torch.linspace(0, len(lengths) - 1, min(_LENGTHS, len(lengths))).round().long()
-    return ((None, length) for length in lengths[tried].split(1))
-
-
 def _changes(view: View, part: Part, step: int, n_layers: int, reads_last: bool) -> bool:
+    """Whether a draw moves a token before the end of one of these documents."""
     ids, lengths = part
     if not view.can_change(lengths).any():
         return False

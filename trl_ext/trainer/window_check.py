@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rope_patch.forward.state import state_of
@@ -31,8 +30,13 @@ def check_window(model: Any, view: View, longest: int | None, *, tell: bool = Tr
     window = getattr(decoder.config, "max_position_embeddings", None)
     state = state_of(decoder)
     rescaling = None if state is None else state.rescaling
-    if window is None or _is_open(decoder, rescaling, window):
+    if window is None or (rescaling is not None and names_no_window(rescaling, window)):
         return
+    rope: Any = getattr(decoder.config, "rope_parameters", None) or {}
+    # some families have a set of parameters for each layer type
+    parameter_sets = [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
+    if any(is_dynamic(entry.get("rope_type", "")) for entry in parameter_sets):
+        return  # frequencies follow the row, so that no window can be passed
     for name, target in view.targets():
         if target > window:
             raise ValueError(
@@ -60,21 +64,6 @@ def check_window(model: Any, view: View, longest: int | None, *, tell: bool = Tr
             f"view {view.name!r} shows RoPE indices up to {reach}, beyond the model's window of {window} positions. "
             "If this is intended, ignore this warning."
         )
-
-
-def farthest_target(view: View) -> int:
-    """The window that a view trains, in positions; 0 if it names none."""
-    return max((target for _, target in view.targets()), default=0)
-
-
-def _is_open(decoder: PreTrainedModel, rescaling: Rescaling | None, window: int) -> bool:
-    """Whether no window is promised that could be passed: frequencies follow the row, or the rescaling says none."""
-    rope: Any = getattr(decoder.config, "rope_parameters", None) or {}
-    # some families have a set of parameters for each layer type
-    parameter_sets = [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
-    if any(is_dynamic(entry.get("rope_type", "")) for entry in parameter_sets):
-        return True
-    return rescaling is not None and names_no_window(rescaling, window)
 
 
 def _remedy(rescaling: Rescaling | None, window: int, required: int) -> str:

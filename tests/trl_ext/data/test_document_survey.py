@@ -39,7 +39,7 @@ def by_token(document, labelled, joined, limit, keep_end):
     limit=st.none() | st.integers(1, 7),
     keep_end=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_survey_is_what_its_definitions_say(documents, labelled, joined, limit, keep_end):
     made = Survey.of(set_of(documents), SPECIAL, labelled=labelled, joined=joined, limit=limit, keep_end=keep_end)
     assert made.lengths.tolist() == [len(document) for document in documents]

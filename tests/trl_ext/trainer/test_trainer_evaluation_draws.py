@@ -34,11 +34,10 @@ def watch_indices(run):
     return seen
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("when", ["train", "always"], ids=["self-distill", "always on"])
+@pytest.mark.parametrize(("when", "way"), [("train", "packed rows"), ("train", "rows"), ("always", "packed rows")])
 def test_every_evaluation_draws_the_same_for_a_document_at_any_batch_size(when, way, tmp_path):
-    data, runs = documents(12, longest=12, seed=3), []  # of one length, so that means over batches are comparable
-    for batch_size in (1, 3, 12):
+    data, runs = documents(8, longest=12, seed=3), []  # of one length, so that means over batches are comparable
+    for batch_size in (3, 8):
         model = tiny()
         options = {"objective": "self-distill", "view": "skip"}
         if when == "always":
@@ -51,7 +50,7 @@ def test_every_evaluation_draws_the_same_for_a_document_at_any_batch_size(when, 
         seen = watch_indices(run)
         before = run.evaluate()
         first, seen[:] = list(seen), []
-        assert len(first) == 12 and len({str(index) for index in first}) > 6, "each document has a draw of its own"
+        assert len(first) == 8 and len({str(index) for index in first}) > 4, "each document has a draw of its own"
         again = run.evaluate()
         assert seen == first and all(again[name] == before[name] for name in before if "loss" in name or "kl" in name)
         seen.clear()
@@ -96,15 +95,19 @@ def test_losses_by_position_draw_the_same_each_time_and_leave_training_alone(tmp
     assert logged(measured, "loss", "view/") == logged(alone, "loss", "view/")
 
 
-@pytest.mark.parametrize("view", ["skip", "cyclic", "dilation", "chunk-permute", "posaug", "random-base"])
+@pytest.mark.parametrize("view", ["skip", "posaug"])
 def test_a_document_trains_under_the_same_indices_whatever_shares_its_batch(view, tmp_path):
+    ways = [
+        {"per_device_train_batch_size": 4},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "padding_free": True, "max_length": None},
+    ]
     runs = []
-    for batch_size in (4, 2, 1):
-        run = trainer(
-            tmp_path, train_dataset=documents(8), view=view, max_steps=2, learning_rate=0.0,
-            per_device_train_batch_size=batch_size, gradient_accumulation_steps=4 // batch_size,
-        )  # fmt: skip
+    for way in ways:
+        run = trainer(tmp_path, train_dataset=documents(8), view=view, max_steps=2, learning_rate=0.0, **way)
         seen = watch_indices(run)
         run.train()
         runs.append(seen)
-    assert len(runs[0]) == 8 and runs[0] == runs[1] == runs[2]
+    assert len(runs[0]) == 8 and len({str(index) for index in runs[0]}) > 2
+    assert all(run == runs[0] for run in runs[1:])

@@ -8,17 +8,14 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.text import BOS, EOS, framing
-from support.tiny import VOCAB, tiny
 from support.training import documents, logged, tokenizer, trainer
 from trl import SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_ext import RopeSFTConfig
 from trl_ext.config import LONG_DOCUMENTS
 from trl_ext.trainer.training_set import prepare_rows
 
 TOLD = "trl_ext.trainer.training_set"
-AS_IT_IS = {"skip_prepare_dataset": True}
 
 
 def words(n, first=3):
@@ -189,17 +186,17 @@ def test_a_stream_is_cut_too_and_says_that_it_is_not_counted(packing, caplog, tm
     counted = rows_of(data, max_length=10, packing=packing)
     assert [row["input_ids"] for row in stream] == counted["input_ids"]
     assert "train_dataset is a stream, whose documents and tokens are not counted. Documents longer than" in caplog.text
-    options = {"max_length": 10, "packing": packing, "max_steps": 2, "long_documents": "split"}
+    options = {"max_length": 10, "packing": packing, "max_steps": 1, "long_documents": "split"}
     run = trainer(tmp_path, train_dataset=data.to_iterable_dataset(), **options)
     run.train()
-    assert len(logged(run, "loss")) == 2
+    assert len(logged(run, "loss")) == 1
 
 
 PACKED = {"packing": True, "learning_rate": 0.0, "max_steps": 1, "per_device_train_batch_size": 7}
 
 
 def test_rows_that_are_packed_already_keep_their_documents(tmp_path):
-    first = trainer(tmp_path, **PACKED)
+    first = trainer(tmp_path, train_dataset=documents(7), **PACKED)
     again = trainer(tmp_path, train_dataset=first.train_dataset, **PACKED)
     joined = trainer(
         tmp_path,
@@ -225,27 +222,6 @@ def test_each_way_to_evaluate_packed_rows_gives_one_loss(tmp_path):
     assert named.evaluate()["eval_a_loss"] == loss
 
 
-def test_rows_of_several_documents_that_would_not_be_kept_apart_are_refused(tmp_path):
-    packed = trainer(tmp_path, packing=True).train_dataset
-    for options in ({}, {"packing": True, "packing_strategy": "wrapped"}, {"dataset_kwargs": AS_IT_IS}):
-        with pytest.raises(
-            ValueError, match=r"rows of train_dataset hold several documents \(it has a column seq_len.*"
-        ):
-            trainer(tmp_path, train_dataset=packed, **options)
-    with pytest.raises(ValueError, match=r"rows of eval_dataset\['a'\] hold several .* Set padding_free=True, or give"):
-        trainer(tmp_path, eval_dataset={"a": packed}, dataset_kwargs=AS_IT_IS, train_dataset=labelled(documents(4)))
-    with pytest.raises(ValueError, match=r"rows of eval_dataset hold several documents \(eval_packing=True\)"):
-        trainer(tmp_path, eval_dataset=documents(4), eval_packing=True)
-    with pytest.raises(ValueError, match="at most max_length=40 tokens, got one of .* Raise max_length"):
-        trainer(tmp_path, train_dataset=packed, packing=True, max_length=40)
-    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    trainer(tmp_path, train_dataset=packed, data_collator=collator)
-
-
-def labelled(dataset):
-    return dataset.add_column("labels", dataset["input_ids"])
-
-
 def test_max_length_leaves_room_beside_the_tokens_of_a_template():
     with pytest.raises(ValueError, match="max_length must leave room for a token to predict beside the 2 tokens"):
         rows_of(Dataset.from_dict({"text": [words(9)]}), template="<bos> <bos> $A", max_length=2)
@@ -256,7 +232,7 @@ LEFT_OUT = re.compile(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=8),
     max_length=st.integers(3, 14),
@@ -343,60 +319,3 @@ def test_masked_rows_of_an_evaluation_are_masked_where_none_are_trained_on(tmp_p
         batch = next(iter(made.get_train_dataloader() if data is None else made.get_eval_dataloader(name)))
         counted[name] = int((batch["labels"][0] != -100).sum())
     assert counted == {"train": 10, "text": 10, "questions": 3}
-
-
-USER, REPLY = {"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}
-GOOD = [USER, REPLY]
-CHATS = "must have in 'messages' a list of messages with a role and content"
-PAIRS = "must have in 'prompt' and 'completion' texts, or lists of messages with a role and content"
-INTEGERS = "must have a list of integers in "
-NO_STRING = "must have a string in 'text', got "
-NO_TEXT = "must have a text in every row: 1 of 3 rows have no 'text', or null"
-MALFORMED = {
-    "no-text": ([{"story": "w3 w4 w5"}] * 4, "must have a column 'text', .*, got story. Set dataset_text_"),
-    "null-text": ([{"text": "w3 w4 w5"}, {"text": None}, {"text": "w3"}], NO_TEXT),
-    "text-elsewhere": ([{"text": "w3 w4 w5"}, {"story": "w3"}, {"text": "w3"}], NO_TEXT),
-    "number": ([{"text": 5}] * 4, NO_STRING + "int64. Set dataset_text_"),
-    "list": ([{"text": ["w3", "w4"]}] * 4, NO_STRING + "List.*string.*. Set dataset_text_"),
-    "object": ([{"text": {"en": "w3"}}] * 4, NO_STRING + ".*'en'.*. Set dataset_text_"),
-    "no-role": ([{"messages": [{"content": "w5"}]}], "row 0 " + CHATS),
-    "null-role": ([{"messages": GOOD}, {"messages": [{**USER, "role": None}]}], "row 1 " + CHATS),
-    "no-messages": ([{"messages": GOOD}, {"messages": []}], "row 1 " + CHATS),
-    "null": ([{"messages": None}, {"messages": GOOD}], "row 0 " + CHATS),
-    "strings": ([{"messages": ["w5", "w6"]}], "row 0 " + CHATS),
-    "string": ([{"messages": "w5 w6"}], "row 0 " + CHATS),
-    "chats-and-texts": ([{"messages": GOOD, "text": None}, {"messages": None, "text": "w5"}], "row 1 " + CHATS),
-    "texts-and-chats": ([{"messages": None, "text": "w5"}, {"messages": GOOD, "text": None}], "1 of 2 rows have no"),
-    "conversations": ([{"conversations": [{"from": "human", "text": "w5"}]}], "row 0 must have in 'conversations'"),
-    "prompt": ([{"prompt": "w5", "completion": "w6"}, {"prompt": None, "completion": "w6"}], "row 1 " + PAIRS),
-    "completion": ([{"prompt": "w5", "completion": None}], "row 0 " + PAIRS),
-    "text-behind-chat": ([{"prompt": [USER], "completion": "w6"}], "row 0 " + PAIRS),
-    "empty-prompt": ([{"prompt": [USER], "completion": [REPLY]}, {"prompt": [], "completion": [REPLY]}], "row 1 "),
-    "beyond": ([{"input_ids": [5, 6]}, {"input_ids": [5, VOCAB]}], f"row 1 .* has {VOCAB} in 'input_ids', and the"),
-    "negative": ([{"input_ids": [5, -1, 6]}], "row 0 .* has -1 in 'input_ids', and the model knows tokens 0 to"),
-    "floats": ([{"input_ids": [5.0, 6.0]}], INTEGERS + "'input_ids' of each row, got"),
-    "words": ([{"input_ids": ["w5", "w6"]}], INTEGERS + "'input_ids' of each row, got"),
-    "labels": ([{"input_ids": [5, 6], "labels": [-1, 6]}], "row 0 .* has -1 in 'labels', .* or -100 for none"),
-    "float-labels": ([{"input_ids": [5, 6], "labels": [5.0, 6.0]}], INTEGERS + "'labels' of each row, got"),
-}
-
-
-@pytest.mark.parametrize("which", ["train_dataset", "eval_dataset"])
-@pytest.mark.parametrize("kind", MALFORMED)
-def test_malformed_rows_are_named_before_training(kind, which, tmp_path):
-    rows, message = MALFORMED[kind]
-    made = tokenizer()
-    made.chat_template = "{% for m in messages %}w3 {{ m.content }} w4 {% endfor %}"
-    with pytest.raises(ValueError, match=f"{which}.*{message}"):
-        trainer(tmp_path, processing_class=made, **{which: Dataset.from_list(rows)})
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
-    made = tokenizer()
-    made.add_tokens(["w500"])
-    texts = Dataset.from_dict({"text": ["w5 w6", "w5 w500"]})
-    with pytest.raises(ValueError, match=rf"row 1 .* has {VOCAB} in .* call model.resize_token_embeddings"):
-        trainer(tmp_path, train_dataset=texts, processing_class=made)
-    model = tiny()
-    model.resize_token_embeddings(len(made))
-    trainer(tmp_path, model=model, train_dataset=texts, processing_class=made).train()

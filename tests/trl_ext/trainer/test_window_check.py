@@ -32,8 +32,7 @@ def with_target(name, target):
 FAR = {"skip": Uniform(1, 1000)}
 
 
-@pytest.mark.parametrize("rescale", ["pi", "yarn", "ntk", "llama3"])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("name", "rescale"), zip(TARGETS, ["pi", "yarn", "ntk", "llama3"], strict=True))
 def test_a_target_beyond_the_rescaled_window_is_refused_with_the_factor_to_take(name, rescale, tmp_path):
     model = tiny()
     two, sixteen = (4, 32) if rescale == "ntk" else (2, 16)  # factors for so many windows
@@ -171,7 +170,7 @@ def test_pose_reads_whole_books_over_the_epochs(template, tmp_path):
     )  # fmt: skip
     (batch,) = [run.data_collator([run.train_dataset[i] for i in range(len(run.train_dataset))])]
     seen, n_rows = set(), len(run.train_dataset)
-    for step in range(300):
+    for step in range(150):
         cut = dict(batch)
         assert cut_rows(view_source(run.model).view, cut, DrawKey(0, torch.tensor(step), torch.arange(n_rows)[:, None]))
         assert cut["input_ids"].shape == (n_rows, 8)
