@@ -142,7 +142,7 @@ class ForwardLoss:
         self, causal_lm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         request: LossRequest | None = kwargs.get(REQUEST)
-        if request is not None and not request.compared:
+        if request is not None and not (request.compared or request.teaching):
             raise ValueError(
                 f"{type(causal_lm).__name__} does not pass keyword arguments on to its decoder, so the loss cannot be "
                 "computed there. Use objective='clm'."

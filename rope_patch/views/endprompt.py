@@ -36,8 +36,7 @@ class EndPrompt(Targeted):
             is not changed.
         placement: where the cue goes, "end" or "random".
 
-    When: Take it to reproduce EndPrompt. In our runs the cue gave no more than the control without one; moving the last
-        64 tokens of each row without a cue found more passkeys at the target than that control, and fewer before it.
+    When: Take it to reproduce EndPrompt; in our runs its cue gave no more than the control without one.
 
     Source: EndPrompt, arXiv:2605.14589, Eq. 10 for the set; its code moves the last `pose_chunk2_length` tokens of
         each row.

@@ -32,7 +32,7 @@ class LongRecipe(Targeted):
         target: L, in positions.
         sentence_ends: token IDs; if left out, `RopeSFTTrainer` finds them in its tokenizer.
 
-    When: Take it to skip positions only between sentences. In our runs PoSE had the lower loss.
+    When: Take it to skip positions only between sentences; in our runs PoSE had the lower loss.
 
     Source: LongRecipe, arXiv:2409.00509, and its code, which draws the places of m sentences among L - n + m without
         repetition, sets the first one to 0, and keeps them for all epochs. The draws differ only in how rarely two gaps
