@@ -76,13 +76,6 @@ def test_the_table_of_the_glossary_lists_its_words_in_their_order():
     assert re.findall(r"\[([^]]+)\]\(#", head) == words and len(set(words)) == len(words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_with_words_of_the_glossary_leads_to_it(page):
-    words = "|".join(re.escape(word) for title in glossary()[1] for word in title.split(", "))
-    if page.name != "glossary.md" and (word := re.search(rf"\b({words})s?\b", page.read_text(), re.IGNORECASE)):
-        assert "glossary.md" in page.read_text(), f"{word[0]} is explained nowhere: link docs/glossary.md"
-
-
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_files_that_a_page_names_exist(page):
     """Those that it names from the root; <name> and the like stand for files to be added."""
