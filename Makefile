@@ -66,7 +66,7 @@ dist: $(VENV)/.release-installed  ## build sdist and wheel into dist/ and check 
 	$(BIN)/python -m twine check --strict dist/*
 
 clean:  ## remove what the other targets made, environments and rope-patch-demo included
-	rm -rf .venv .venv-newer rope-patch-demo docs/_build docs/methods build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
+	rm -rf .venv .venv-newer rope-patch-demo docs/_build docs/methods docs/tutorials docs/command_line.md build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
 	find rope_patch trl_ext kernels tests examples benchmarks research -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

@@ -1,6 +1,7 @@
 """Sphinx: the site of docs/, built by `make docs` into docs/_build/html."""
 
 import re
+import shutil
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -46,7 +47,14 @@ def link_to_repository(app, name, lines):
     lines[0] = re.sub(r"\]\((\.\.[^)#\s]*)(#[^)\s]*)?\)", url, lines[0])
 
 
+def write_pages(app):
+    """Write the pages that code makes, and put the notebooks beside them."""
+    gallery.main()
+    commands.main()
+    shutil.copytree(HERE.parent / "examples" / "notebooks", HERE / "tutorials", dirs_exist_ok=True)
+
+
 def setup(app):
-    """Write the pages that code makes, before Sphinx reads the others."""
-    app.connect("builder-inited", lambda _: (gallery.main(), commands.main()))
+    """Make pages before Sphinx reads any, and lead links out of docs/ to the repository."""
+    app.connect("builder-inited", write_pages)
     app.connect("source-read", link_to_repository)

@@ -6,6 +6,7 @@ under the names of the hub. A command is parsed by the program that it names. A 
 """
 
 import argparse
+import json
 import re
 import runpy
 import shlex
@@ -38,7 +39,7 @@ from trl_ext.recipes.stages import FIELDS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["benchmarks", "docs", "examples", "kernels", "research", "tests"]
-MADE = {ROOT / "docs" / name for name in ("_build", "methods", "command_line.md")}  # by `make docs`
+MADE = {ROOT / "docs" / name for name in ("_build", "methods", "tutorials", "command_line.md")}  # by `make docs`
 PAGES = [
     *ROOT.glob("*.md"),
     *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md") if MADE.isdisjoint({page, *page.parents})),
@@ -327,6 +328,26 @@ def views_and_rescalings():
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
 def test_code_blocks_of_the_page(page, workplace, views_and_rescalings):
+    judge(Sybil([blocks, SkipParser()]).parse(page))
+
+
+def as_page(notebook):
+    """A notebook as a page: its cells with commands of a shell and those of Python are blocks."""
+    parts = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            language = "sh" if source.startswith("!") else "python"
+            source = f"```{language}\n{source.removeprefix('!')}\n```"
+        parts.append(source)
+    return "\n\n".join(parts)
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples/notebooks").glob("*.ipynb")), ids=lambda file: file.stem)
+def test_cells_of_the_notebook(notebook, workplace, views_and_rescalings, monkeypatch):
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    page = workplace / f"{notebook.stem}.md"
+    page.write_text(as_page(notebook))
     judge(Sybil([blocks, SkipParser()]).parse(page))
 
 
