@@ -18,7 +18,7 @@ author = "the developers of rope-patch"
 copyright = f"2026, {author}"  # noqa: A001  a name of Sphinx
 version = release = version_of("rope-patch")
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_llms_txt"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 default_role = "code"  # docstrings have `names` in single backticks
