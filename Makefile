@@ -15,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 # one thread a worker: torch's own threads would fight over the same cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-.PHONY: help demo test test-slow test-research test-newer nightly lint docs dist clean
+.PHONY: help demo test test-slow test-research test-newer nightly lint docs pages dist clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -53,8 +53,10 @@ nightly: lint test test-research test-newer test-slow  ## run everything
 lint: $(VENV)/.dev-installed  ## run ruff and mypy, as in .pre-commit-config.yaml
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
 
-docs: $(VENV)/.dev-installed  ## write the pages that are made from docstrings and from outcomes of tests
-	$(BIN)/python docs/api.py
+docs: $(VENV)/.dev-installed  ## build the site of docs/ into docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+
+pages: $(VENV)/.dev-installed  ## write the pages that are made from outcomes of tests and measured steps
 	$(BIN)/python docs/architecture.py
 	$(BIN)/python docs/composition.py
 	$(BIN)/python docs/scaling.py
@@ -65,7 +67,7 @@ dist: $(VENV)/.release-installed  ## build sdist and wheel into dist/ and check 
 	$(BIN)/python -m twine check --strict dist/*
 
 clean:  ## remove what the other targets made, environments and rope-patch-demo included
-	rm -rf .venv .venv-newer rope-patch-demo build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
+	rm -rf .venv .venv-newer rope-patch-demo docs/_build docs/methods docs/tutorials docs/command_line.md build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
 	find rope_patch trl_ext kernels tests examples benchmarks research -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

@@ -6,6 +6,7 @@ under the names of the hub. A command is parsed by the program that it names. A 
 """
 
 import argparse
+import json
 import re
 import runpy
 import shlex
@@ -38,7 +39,11 @@ from trl_ext.recipes.stages import FIELDS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["benchmarks", "docs", "examples", "kernels", "research", "tests"]
-PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+MADE = {ROOT / "docs" / name for name in ("_build", "methods", "tutorials", "command_line.md")}  # by `make docs`
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md") if MADE.isdisjoint({page, *page.parents})),
+]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 INSTRUCT, LLAMA, QWEN = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-4B"
 WINDOWS = {INSTRUCT: 8192, LLAMA: 8192, QWEN: 40960}
@@ -78,6 +83,11 @@ def to_evaluate():
     return {**names, "model": model_that_ends_texts(30.0), "tuned": model_that_ends_texts(30.0)}
 
 
+def to_fine_tune():
+    Dataset.from_list([{"text": TEXT}] * 8).to_json("chats.jsonl")
+    return {}
+
+
 def to_move_positions():
     inputs = character_tokenizer()("Who was there?", return_tensors="pt", return_token_type_ids=False)
     return {"model": AutoModelForCausalLM.from_pretrained(LLAMA), "inputs": inputs, "dataset": dataset()}
@@ -110,6 +120,7 @@ def to_distil():
 
 # names that a page uses without making them, made again for each block
 GIVEN = {
+    "README.md": to_fine_tune,
     "docs/distillation.md": to_distil,
     "docs/evaluation.md": to_evaluate,
     "docs/other_trainers.md": to_prefer,
@@ -162,6 +173,11 @@ def check_accelerate(arguments):
     check_rope_patch(arguments[3:])
 
 
+def check_git(arguments):
+    url = SETTINGS["project"]["urls"]["Homepage"]
+    assert arguments == ["clone", url, "&&", "cd", SETTINGS["project"]["name"]], "only a clone of this project is known"
+
+
 def check_make(arguments):
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     named = [argument for argument in arguments if not argument.startswith("PYTEST_ARGS=")]
@@ -211,6 +227,7 @@ def check_pip(arguments):
 
 COMMANDS = {
     "accelerate": check_accelerate,
+    "git": check_git,
     "make": check_make,
     "pip": check_pip,
     "python": check_python,
@@ -260,9 +277,11 @@ EVALUATORS = {"python": run_python, "sh": check_commands, "yaml": check_recipe, 
 def blocks(document):
     """Every fenced block of the page, with what judges it."""
     for region in LEXER(document):
-        region.parsed = region.lexemes["source"]
-        region.evaluator = EVALUATORS.get(region.lexemes["language"].strip(), refuse)
-        yield region
+        language = region.lexemes["language"].strip()
+        if not language.startswith("{"):  # a directive of Sphinx, which `make docs` checks
+            region.parsed = region.lexemes["source"]
+            region.evaluator = EVALUATORS.get(language, refuse)
+            yield region
 
 
 def judge(document: Document):
@@ -318,6 +337,26 @@ def test_code_blocks_of_the_page(page, workplace, views_and_rescalings):
     judge(Sybil([blocks, SkipParser()]).parse(page))
 
 
+def as_page(notebook):
+    """A notebook as a page: its cells with commands of a shell and those of Python are blocks."""
+    parts = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            language = "sh" if source.startswith("!") else "python"
+            source = f"```{language}\n{source.removeprefix('!')}\n```"
+        parts.append(source)
+    return "\n\n".join(parts)
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples/notebooks").glob("*.ipynb")), ids=lambda file: file.stem)
+def test_cells_of_the_notebook(notebook, workplace, views_and_rescalings, monkeypatch):
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    page = workplace / f"{notebook.stem}.md"
+    page.write_text(as_page(notebook))
+    judge(Sybil([blocks, SkipParser()]).parse(page))
+
+
 SKIPPED = '<!-- skip: next "it needs the network" -->\n\n```sh\ngit pull\n```\n'
 
 
@@ -336,11 +375,11 @@ SKIPPED = '<!-- skip: next "it needs the network" -->\n\n```sh\ngit pull\n```\n'
         ("```sh\npython examples/check_models.py\n```\n", AssertionError, "no script"),
         ("```sh\nrope-patch train examples/recipes/none.yaml\n```\n", AssertionError, "no recipe"),
         ("```sh\npython -m pytest tests/test_nothing.py\n```\n", AssertionError, "no tests"),
-        ("1. A list:\n\n   ```sh\n   git clone somewhere\n   ```\n", AssertionError, "`git` is none of"),
+        ("1. A list:\n\n   ```sh\n   git clone somewhere\n   ```\n", AssertionError, "only a clone of this project"),
         ("<!-- skip: next -->\n\n```sh\ngit pull\n```\n", AssertionError, "with a reason"),
         ('<!-- skip: next "because" -->\n\n```sh\ngit pull\n```\n', AssertionError, "a sentence"),
         ('<!-- skip: start "it is not ours" -->\n\n```sh\ngit pull\n```\n', AssertionError, "skipped alone"),
-        (f"{SKIPPED}\n```sh\ngit push\n```\n", AssertionError, "`git` is none of"),
+        (f"{SKIPPED}\n```sh\ngit push\n```\n", AssertionError, "only a clone of this project"),
     ],
 )
 def test_a_block_that_is_wrong_or_of_no_known_kind_fails(block, error, message, tmp_path):

@@ -114,7 +114,6 @@ def test_what_the_control_of_the_first_seeds_finds_is_told_as_their_file_has_it(
         assert words.format(*(size(mean) for d in of for mean in (d[0], d[2], d[1]))) in said
     less = [size(recipe[f"keys at {n}"][0]) for n in (16384, 32768)]
     assert "{} and {} fewer at 16384 and 32768 tokens".format(*less) in text_of("docs/choosing.md")
-    assert "fewer look-alikes at 16384 and 32768 tokens, under another rescaling" in text_of("README.md")
 
 
 def test_whether_pose_keeps_more_than_yarn_alone_depends_on_the_prompts():
@@ -174,15 +173,12 @@ def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     assert all(slow[f"words at {n}"][2] < 0 for n in within)
     assert least_to_most(adapters["replies"]).format("nats nearer ") in said
     far = [adapters[f"words at {n}"] for n in (32768, 60000)]
-    for name in ("README.md", "docs/extend.md"):
-        assert "found as many numbers" in text_of(name) and "and fewer far words" in text_of(name)
+    assert "found as many numbers" in text_of("docs/extend.md") and "and fewer far words" in text_of("docs/extend.md")
     assert f"by {size(far[0][0])} and {size(far[1][0])}." in said and max(high for *_, high in far) < 0
     keys = [adapters[f"keys at {n}"] for n in (*within, 16384, 32768, 60000)]
     assert all(low < 0 < high for _, low, high in keys)
     cells = keeping_cells("keeping-seeds-h100.jsonl")
-    readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
-    texts, ended = ([short(cells[arm][k]) for arm in ("keep-2", "native")] for k in (8, 7))
-    assert "noise ({}, as it came {}); again fewer replies ended ({}, as it came {})".format(*texts, *ended) in readme
+    choosing = text_of("docs/choosing.md")
     words = [cells[arm][11].split(" / ") for arm in ("keep-2", "native")]
     told = [short(of[k]) for of in words for k in (0, 5)]
     assert "finds {} at 2048 tokens and {} at 60000, as it came {} and {}".format(*told) in choosing
@@ -224,10 +220,9 @@ def test_what_twice_the_rows_gave_is_told_as_the_file_has_it():
     cells = keeping_cells("keeping-long-h100.jsonl")
     kl = {arm: short(row[5].split(" ± ")[0]) for arm, row in cells.items()}
     assert f"a KL of {kl['keep-2-slow-long']} in place of {kl['no-kl-2-slow-long']}" in said
-    choosing, readme = text_of("docs/choosing.md"), text_of("README.md")
+    choosing = text_of("docs/choosing.md")
     recipes = short(f"{mean(run['own']['kl'] for run in recipe):.3f}")
     assert f"KL of {recipes} in place of {kl['no-kl-2-slow-long']}" in choosing
-    assert f"KL {kl['no-kl-2-slow-long']} in place of {recipes}" in readme
 
 
 @pytest.mark.slow
@@ -259,8 +254,6 @@ def test_questions_about_a_paragraph_are_told_as_their_files_have_them():
     assert "recipe answers {}, the control {}, the model as it came {}, [in three".format(*told) in text_of(
         "docs/choosing.md"
     )
-    told = [short(f"{float(share):.2f}") for share in told]
-    assert "recipe answers {}, the control {}, the model as it came {}, [in three".format(*told) in text_of("README.md")
 
 
 def test_the_table_of_long_rows_is_that_of_its_file():
@@ -288,7 +281,6 @@ def test_the_table_of_long_rows_is_that_of_its_file():
     gib, reckoned = f"{by_layers.pop(None)['peak_gib']:.1f}", f"{next(iter(by_layers)):.0f}"
     assert f"A row of 342000 tokens trains with all layers in {gib} GiB" in page
     assert f"by arithmetic from twelve layers it was {reckoned}" in page
-    assert f"[{float(gib):.0f} GiB](research/results/speed.md#long-rows-on-one-gpu)" in text_of("README.md")
 
 
 def test_the_tables_of_several_gpus_are_those_of_their_file():
@@ -320,9 +312,6 @@ def test_the_tables_of_several_gpus_are_those_of_their_file():
     least, most = fsdp2[0].removesuffix(" %"), fsdp2[-1]
     assert f"under `fsdp2`, {least} to {most} of as many times the rate" in of_engines
     assert f"first stage under `ddp`, {ddp} %" in of_engines
-    readme = text_of("README.md")
-    assert f"[{least} to {most}](research/results/speed.md#two-and-four-gpus) of as many times" in readme
-    assert f"under `ddp` at {ddp} %" in readme
 
     names = {"ring": "ring, `fsdp2-cp`", "ulysses": "Ulysses, `zero3-sp`"}
     config = scaling.config_of("qwen3-4b")
@@ -370,92 +359,68 @@ def short(cell):
     return "0" if float(cell) == 0 else cell.removeprefix("0")
 
 
-@pytest.mark.slow
-def test_what_each_method_gave_and_lost_in_the_readme():
-    """A row of its table of methods: what it gave, and what it lost."""
-    readme = text_of("README.md")
-    kept, searched = keeping_cells("keeping-seeds-h200.jsonl"), keeping_cells("keeping-h200.jsonl")
-
-    def at(cells, arm, column, length):
-        lengths = [2048, 4096, 7900, 16384, 32768, 60000]
-        return short(cells[arm][{"passkey": 9, "keys": 10}[column]].split(" / ")[lengths.index(length)])
-
-    found = [at(kept, arm, "passkey", 60000) for arm in ("keep-2", "native")]
-    texts = [short(kept[arm][8]) for arm in ("native", "keep-2")]
-    ended = [short(kept[arm][7]) for arm in ("native", "keep-2")]
-    lost = f"short text {' → '.join(texts)}, replies that end {' → '.join(ended)}"
-    assert f"passkeys at 60000 tokens {found[0]}, before {found[1]} | {lost} |" in readme
-    far, declared, beyond = (at(searched, "ntk8", "passkey", n) for n in (16384, 32768, 60000))
-    keys = [at(searched, arm, "keys", 7900) for arm in ("native", "ntk8")]
-    it_gave = f"passkeys at 16384 tokens {far}, at 32768 {declared}, at 60000 {beyond}"
-    assert f"{it_gave} | look-alikes at 7900 tokens {' → '.join(keys)} |" in readme
-    losses = [kept[arm][4].split(" ± ")[0] for arm in ("pose", "keep-2")]
-    passkeys = [at(kept, arm, "passkey", 2048) for arm in ("native", "pose")]
-    said = f"loss at 32K to 64K {losses[0]}, by `extend`'s recipe {losses[1]} | passkeys at 2048 tokens"
-    assert f"{said} {' → '.join(passkeys)} |" in readme
-    by_arm = runs_by_arm(lines_of("rpsd-far-h200.jsonl"))
-    keys = [
-        share(mean(rpsd_far_results.by_exam(by_arm[arm], "multikey", 131072)))
-        for arm in ("skip", "next-token", "pose", "abf")
-    ]
-    times = [run for run in steps() if run["run"] in ("clm", "self-distill") and run["length"] < 100_000]
-    rates = {(run["shape"], run["length"], run["run"]): run["tokens_per_second"] for run in times}
-    ratios = [rates[shape, n, "clm"] / rate for (shape, n, run), rate in rates.items() if run == "self-distill"]
-    said = "131072, teacher-forced: {}; next-token training {}, on the same skips {}, no training {}".format(*keys)
-    before = {run["arm"]: run["train_seconds"] for run in lines_of("rpsd-far-h100.jsonl")}
-    ours = f"{before['skip'] / before['next-token']:.1f} times the minutes, {median(ratios):.1f} on models of 4B and 8B"
-    within = [mean(mean_of(run["loss x1"], 64, 32768) for run in by_arm[arm]) for arm in ("skip", "next-token")]
-    # held by its page's tests
-    said += "; noise on attention, its control, finds as many keys as the skip, and rows of 65536 show no gain in keys"
-    assert f"{said} | {ours}; loss in the row {share(within[0] - within[1])} higher |" in readme
-    runs = lines_of("restoration-h200.jsonl")
-
-    def over_seeds(arm, figure):
-        return mean(run[figure] for run in runs if run["arm"] == arm and run["after"] in ("extend", None))
-
-    arms = "pi4", "pi4 hidden+cpt", "pi4 clm qkv 0.001+cpt"
-    kept_share = [f"{100 * over_seeds(arm, 'short_mean') / over_seeds('native', 'short_mean'):.1f} %" for arm in arms]
-    loss = [f"{over_seeds(arm, 'loss_in_window'):.3f}" for arm in arms]
-    said = f"{kept_share[0]} → {kept_share[1]}; the control without teacher {kept_share[2]}, not beyond chance"
-    assert f"{said} | loss on books: {loss[1]}, the control {loss[2]} |" in readme
-
-
 def steps():
     """Timed steps of models with random weights."""
     return json.loads((RESULTS / "self-distill-step-h200.json").read_text())["runs"]
 
 
-def test_what_training_costs_in_the_readme():
-    readme = text_of("README.md")
+@pytest.mark.slow
+def test_the_figures_of_the_readme():
+    kept, searched = keeping_cells("keeping-seeds-h200.jsonl"), keeping_cells("keeping-h200.jsonl")
+    rows = split_rows(text := (ROOT / "README.md").read_text())
 
-    def cells(runs):
-        """GiB, and minutes for a million tokens, of runs in the order of their lengths."""
-        minutes = [f"{1e6 / run['tokens_per_second'] / 60:.1f}" for run in runs]
-        memory = [f"{run['peak_gib']:.1f}" for run in runs]
-        return f"{' / '.join(memory)} | {' / '.join(minutes)} |"
+    def passkeys(cells, arm, length):
+        return short(cells[arm][9].split(" / ")[[2048, 4096, 7900, 16384, 32768, 60000].index(length)])
 
-    cost = lines_of("extension-cost-h200.jsonl")
-    (gaps,) = (run for run in cost if run["method"] == "pose" and run["rows_at_once"] == 4)
-    assert f"| 4 rows of 8192 at once | {cells([gaps])}" in readme
-    for whole in (run for run in cost if run["method"] == "full length"):
-        assert f"| 65536 | {cells([whole])}" in readme
-    for shape, name, trained in (("llama-3-8b", "Llama-3-8B", "LoRA"), ("qwen3-4b", "Qwen3-4B", "all weights")):
-        runs = sorted((r for r in steps() if (r["shape"], r["run"]) == (shape, "clm")), key=lambda run: run["length"])
-        lengths = " / ".join(str(run["length"]) for run in runs)
-        assert f"| {name} | {trained} | {lengths} | {cells(runs)}" in readme
-    minutes = sorted(
-        run["train_seconds"] / 60 for run in lines_of("keeping-seeds-h200.jsonl") if run["arm"] == "keep-2"
-    )
-    assert f"took {minutes[0]:.1f} to {minutes[-1]:.1f} minutes" in readme
+    for name, arm in {"as it came": "native", "YaRN 8x, nothing trained": "yarn", "extended by": "keep-2"}.items():
+        (row,) = (row for row in rows if row[0].startswith(name))
+        assert row[1:] == [passkeys(kept, arm, 16384), passkeys(kept, arm, 60000), short(kept[arm][8])]
+    extended, untrained = passkeys(kept, "keep-2", 60000), passkeys(searched, "ntk8", 16384)
+    far = runs_by_arm(lines_of("rpsd-far-h200.jsonl"))
+    keys = [share(mean(rpsd_far_results.by_exam(far[arm], "multikey", 131072))) for arm in ("skip", "next-token")]
+    restored = runs_by_arm(lines_of("restoration-h200.jsonl"))
+
+    def short_text(arm):
+        return mean(run["short_mean"] for run in restored[arm] if run["after"] in ("extend", None))
+
+    arms = ("pi4", "pi4 hidden+cpt", "pi4 clm qkv 0.001+cpt")
+    kept_share = [f"{100 * short_text(arm) / short_text('native'):.0f} %" for arm in arms]
+    assert [row[-1] for row in rows if row[0] in METHODS] == [
+        f"passkeys at 60K: 0 → {extended}",
+        f"passkeys at 16K: 0 → {untrained}",
+        f"loss at 32K to 64K: {kept['pose'][4].split(' ± ')[0]}",
+        f"keys at 128K: {keys[0]}, by next-token training {keys[1]}",
+        f"short benchmarks: {kept_share[0]} → {kept_share[1]}",
+    ]
+    said = "keeps {} of its short benchmarks. [Restored](docs/distillation.md) with the original as teacher it has {}, and {}"
+    assert said.format(*kept_share) in " ".join(text.split())
     hour = json.loads((RESULTS / "first-hour-h200.json").read_text())
-    assert f"after, took [{hour['seconds']['extend'] / 60:.1f}](research/results/first_hour.md" in readme
     steps_of = {run["case"]: run for run in json.loads((RESULTS / "extension-memory-h200.json").read_text())["runs"]}
-    a_million = hour["training"]["seconds"] / hour["training"]["tokens"] * 1e6 / 60
-    assert f"| 8192 and 1024 | {steps_of['smollm2 all']['peak_gib']:.1f} | {a_million:.1f} |" in readme
-    for case in ("gemma3 all checkpointing", "llama-8b lora"):
-        run = steps_of[case]
-        a_million = run["seconds_a_row"] / run["length"] * 1e6 / 60
-        assert f"| {run['length']} | {run['peak_gib']:.1f} | {a_million:.1f} |" in readme
+    lora = steps_of["llama-8b lora"]
+    (long,) = (run for run in steps() if (run["shape"], run["run"], run["length"]) == ("llama-3-8b", "clm", 65536))
+    assert [row[2:] for row in rows if row[0] in ("SmolLM2-135M", "Llama-3-8B")] == [
+        [f"{steps_of['smollm2 all']['peak_gib']:.0f} GiB", f"{hour['training']['seconds'] / 60:.0f} minutes"],
+        [f"{lora['peak_gib']:.0f} GiB", minutes_a_million(lora["length"] / lora["seconds_a_row"])],
+        [f"{long['peak_gib']:.0f} GiB", minutes_a_million(long["tokens_per_second"])],
+    ]
+
+
+METHODS = (
+    "a longer window that keeps the answers",
+    "no training",
+    "the lowest perplexity on long prose",
+    "to read beyond long training sequences",
+    "to repair a rescaled model",
+)
+
+
+def split_rows(page):
+    """Cells of the rows of all tables of a page."""
+    return [split_row(line) for line in page.splitlines() if line.startswith("|")]
+
+
+def minutes_a_million(tokens_per_second):
+    return f"{1e6 / tokens_per_second / 60:.1f} minutes for a million tokens"
 
 
 @pytest.mark.slow
@@ -463,7 +428,7 @@ def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
     table = keeping_results.tables(lines_of("keeping-seeds-h200.jsonl")).split("\n\n")[0]
     assert table in (RESULTS / "keeping.md").read_text()
     cells = keeping_cells("keeping-seeds-h200.jsonl")
-    readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
+    choosing = text_of("docs/choosing.md")
     arms = ["native", "yarn", "pose", "keep-2", "no-kl"]
 
     def row_of(column, lengths=None):
@@ -478,12 +443,6 @@ def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
         "[short benchmarks](glossary.md#short-benchmarks)": row_of(8),
     }.items():
         assert f"| {name} | {' | '.join(row)} |" in choosing
-    for name, row in {
-        "[short benchmarks](docs/glossary.md#short-benchmarks), accuracy": row_of(8),
-        "replies that end within 128 tokens": row_of(7),
-        "distance from its own way of speaking ([KL](docs/glossary.md#kl), nats a token)": row_of(5),
-    }.items():
-        assert f"| {name} | {' | '.join(row)} |" in readme
     assert {arm: int(cells[arm][1]) for arm in ("keep-2", "no-kl")} == {"keep-2": 3, "no-kl": 2}
     recipe = (ROOT / "examples" / "recipes" / "smollm2_keep_64k.yaml").read_text()
     passkeys, keys = (cells["keep-2"][k].split(" / ") for k in (9, 10))

@@ -122,13 +122,7 @@ def test_tables_of_the_second_model_are_those_of_the_files():
     pose, recipe = (short(middle[arm]) for arm in ("pose", "keep-2"))
     assert f"finds {pose} of the numbers at 30000 tokens, where the recipe finds {recipe}" in said
     assert not any("*" in row for row in tables[2].splitlines() if row.startswith("| keep-2")), "nothing is lost"
-    found, had = (short(cells[arm][9].split(" / ")[-1]) for arm in ("keep-2", "native"))
     control = short(cells["no-kl-2"][9].split(" / ")[-1])
-    readme = text_of("README.md")
-    assert (
-        f"found {found} of the numbers at 120000, where it had found {had}. Without the teacher it found {control}"
-        in readme
-    )
     recipe = text_of("examples/recipes/gemma3_270m_keep_128k.yaml").replace("# ", "")
     assert f"Three seeds without the teacher find as much, and {control} of the numbers at 120000" in recipe
     for column in (8, 9):

@@ -224,7 +224,6 @@ def test_what_is_said_of_noise_holds():
     said = "noise on attention of the same KL {}, the skip {}. In rows".format(*figures)
     assert said in text_of("docs/choosing.md")
     assert "attention of about the same KL, its control, finds as many keys" in text_of("research/results/papers.md")
-    assert "noise on attention, its control, finds as many keys as the skip, and rows of 65536" in text_of("README.md")
 
 
 def on_all_models(ours, theirs):
