@@ -10,7 +10,6 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import commands  # noqa: E402
-
 import gallery  # noqa: E402
 
 project = "rope-patch"

@@ -30,7 +30,9 @@ def test_code_runs_where_the_user_says_so(folder):
     model = load_checkpoint(folder, trust_remote_code=True)
     assert type(model).__name__ == "OwnModel"
     patch_model(model, "yarn", factor=2.0)
-    with pytest.raises(ValueError, match="OwnModel comes with Python code .*: write the model and its code with save_pretrained"):
+    with pytest.raises(
+        ValueError, match="OwnModel comes with Python code .*: write the model and its code with save_pretrained"
+    ):
         export(model, folder.parent / "out")
     model.save_pretrained(folder.parent / "saved")
     again = load_checkpoint(folder.parent / "saved", trust_remote_code=True)
