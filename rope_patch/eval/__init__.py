@@ -22,6 +22,7 @@ from .report import write_report
 from .results.paired import mcnemar, paired_interval
 from .results.result import Pairs, Result
 from .suite import MEASURES, EvalPlan, run_suite
+from .verdict import verdict
 
 __all__ = [
     "MEASURES",
@@ -64,6 +65,7 @@ __all__ = [
     "short_text",
     "standard_library_files",
     "text_rows",
+    "verdict",
     "view_kl",
     "write_report",
 ]

@@ -12,7 +12,7 @@ from .results.json_values import json_values
 from .results.paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, paired_interval
 from .results.result import Pairs, Result
 
-_LISTED = 3  # cells that a sentence of the verdict names
+_LISTED = 3  # comparisons that a sentence names
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,14 @@ class Regressions:
         labels: labels of the other models.
         cells: all cells that can be compared.
         window: positions up to which a cell lies within the window; None if unknown.
+        single: measures with one prompt or sample alone, which cannot be compared.
     """
 
     baseline: str
     labels: list[str]
     cells: list[Cell]
     window: int | None
+    single: tuple[str, ...] = ()
 
     @property
     def below(self) -> list[Cell]:
@@ -136,30 +138,30 @@ class Regressions:
         cells = [cell for cell in self.cells if cell.outcome == outcome]
         return sorted(cells, key=lambda c: (self.labels.index(c.label), not c.higher_is_better, -abs(c.effect)))
 
-    def verdict(self) -> list[str]:
-        """What each model lost and won, by how much and over how many pairs, in sentences."""
+    def statistics(self) -> list[str]:
+        """What each model lost and won with intervals and the number of pairs, and the rule, in sentences."""
         if not self.labels:
             return [f"Only {self.baseline} was measured, so there is nothing to compare it with."]
         sentences = [sentence for label in self.labels for sentence in self._about(label)]
         n_cells = len(self.cells)
         if n_cells:
             sentences.append(
-                "A cell counts as lost or won if the 95 % interval of the difference leaves out 0. For scores, at "
-                f"least {MIN_DIFFERENT} pairs must differ too, and where answers are right or wrong McNemar's exact p "
-                "must be below 0.05. Without any true difference, chance would make up to "
-                f"{max(round(n_cells / 40), 1)} of {_counted_cells(n_cells)} lost, and as many won."
+                "A comparison counts as lost or won if the 95 % interval of the difference leaves out 0. For scores, "
+                f"at least {MIN_DIFFERENT} pairs must differ too, and where answers are right or wrong McNemar's exact "
+                "p must be below 0.05. Without any true difference, chance would make up to "
+                f"{max(round(n_cells / 40), 1)} of {_counted(n_cells)} lost, and as many won."
             )
         return sentences
 
     def _about(self, label: str) -> list[str]:
         cells = [cell for cell in self.cells if cell.label == label]
         if not cells:
-            return [f"{label} has no cell that can be compared with {self.baseline}, prompt by prompt."]
+            return [f"{label} has no figure that can be compared with {self.baseline}, prompt by prompt."]
         below = [c for c in self.below if c.label == label]
         above = [c for c in self.above if c.label == label]
         sentences = [
-            f"{label} is worse than {self.baseline} in {len(below)} of {_counted_cells(len(cells))} and better in "
-            f"{len(above)}. In {len(cells) - len(below) - len(above)} no difference shows beyond noise."
+            f"{label} is worse than {self.baseline} in {len(below)} of {_counted(len(cells))} and better in "
+            f"{len(above)}. In {len(cells) - len(below) - len(above)} no difference shows beyond chance."
         ]
         sentences += [f"{label} lost{self._where(below)}: {_listed(below)}."] if below else []
         sentences += [f"{label} won{self._where(above)}: {_listed(above)}."] if above else []
@@ -181,11 +183,11 @@ class Regressions:
         return f", {inside} of them within the window of {self.window}" if inside else ", all beyond the window"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, with the verdict."""
+        """JSON values, with the sentences of `statistics`."""
         return {
             "baseline": self.baseline,
             "window": self.window,
-            "verdict": self.verdict(),
+            "statistics": self.statistics(),
             "cells": [cell.to_dict() for cell in self.cells],
         }
 
@@ -205,6 +207,7 @@ def regressions(results: Mapping[str, Mapping[str, Result]], *, window: int | No
     """
     labels: dict[str, None] = {}
     cells: list[Cell] = []
+    single: dict[str, None] = {}
     windows = [getattr(result, "window", None) for by_label in results.values() for result in by_label.values()]
     window = window or next(filter(None, windows), None)
     for measure, by_label in results.items():
@@ -216,10 +219,12 @@ def regressions(results: Mapping[str, Mapping[str, Result]], *, window: int | No
                     raise ValueError(
                         f"{label} read other {pairs.unit} of {measure} than the baseline, so they cannot be compared."
                     )
-                if len(pairs.first) > 1:  # an interval needs two pairs
+                if len(pairs.first) == 1:  # an interval needs two pairs
+                    single[measure] = None
+                elif pairs.first:
                     cells.append(_cell(label, measure, pairs))
     order = list(baseline_first(labels))
-    return Regressions(order[0] if order else "", order[1:], cells, window)
+    return Regressions(order[0] if order else "", order[1:], cells, window, tuple(single))
 
 
 def least_difference(cell: Cell) -> float:
@@ -233,7 +238,7 @@ def _unseen(cells: Sequence[Cell], unit: str) -> list[str]:
     if not cells:
         return []
     n = sorted({c.n for c in cells})
-    over = f"Over {n[0] if len(n) == 1 else f'{n[0]} to {n[-1]}'} {unit} a cell"
+    over = f"Over {n[0] if len(n) == 1 else f'{n[0]} to {n[-1]}'} {unit} a comparison"
     width = median(map(least_difference, cells))
     if not cells[0].higher_is_better:
         # equal losses have an interval of no width
@@ -243,8 +248,8 @@ def _unseen(cells: Sequence[Cell], unit: str) -> list[str]:
     return [f"{over}, a difference of less than about {100 * width:.0f} points would not show."]
 
 
-def _counted_cells(n: int) -> str:
-    return f"{n} cell{'s' * (n != 1)}"
+def _counted(n: int) -> str:
+    return f"{n} comparison{'s' * (n != 1)}"
 
 
 def _cell(label: str, measure: str, pairs: Pairs) -> Cell:

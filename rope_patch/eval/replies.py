@@ -6,6 +6,7 @@ from typing import Any
 
 from .regressions import Regressions
 from .results.result import Result
+from .verdict import NUMBERS
 
 _CHARACTERS = 400  # of a reply that the page shows
 
@@ -41,6 +42,15 @@ def shown_replies(
     cells = list(dict.fromkeys(cell for cell in chosen if cell in asked))
     in_turns = [prompt for turn in zip_longest(*(asked[cell] for cell in cells)) for prompt in turn]
     return [prompt for prompt in in_turns if prompt is not None][:n]
+
+
+def longest_question(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any] | None:
+    """One of the longest prompts about a number, with each model's answer, as in `shown_replies`; None without one."""
+    asked = {cell: prompts for cell, prompts in _asked(results).items() if cell[0] in NUMBERS}
+    if not asked:
+        return None
+    first = next(iter(asked))[0]  # the measure that comes first
+    return asked[max((cell for cell in asked if cell[0] == first), key=lambda cell: cell[1] or 0)][0]
 
 
 def _asked(results: Mapping[str, Mapping[str, Result]]) -> dict[tuple[str, int | None], list[dict[str, Any]]]:

@@ -16,11 +16,12 @@ from ..base.environment import device_name, installed_versions
 from ..prompts.wordings import N_WORDINGS
 from .measures.comparisons import baseline_first
 from .regressions import Cell, regressions
-from .replies import shown_replies
+from .replies import longest_question, shown_replies
 from .results.figures import drawn_label, require_matplotlib, save_figure
 from .results.json_values import json_values
 from .results.result import Result
 from .suite import MEASURES, Results
+from .verdict import changes, figure_rows, notes, verdict
 
 _CELLS = "tables/regressions.csv"
 
@@ -30,8 +31,9 @@ def write_report(
 ) -> Path:
     """Write a report of `results` to `folder`.
 
-    `report.html` contains its pictures and needs no other file. It opens with what each model lost and won against the
-    baseline, the cells that it lost, and some replies of the models. Beside it are `results.json`,
+    `report.html` contains its pictures and needs no other file. It opens with what each model won and lost against the
+    baseline, in words. A table of figures, one question with the answers and the pictures follow, and methods and
+    statistics come last. Beside it are `results.json`,
     `tables/regressions.csv`, and for each measure `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`. Figures
     and tables of an earlier report are removed; other files stay. NaN and infinity are null in `results.json`.
 
@@ -84,6 +86,7 @@ def write_report(
     stored = {
         "title": title,
         "settings": facts,
+        "verdict": verdict(compared),
         "summary": figures,
         "regressions": compared.to_dict(),
         "results": {measure: {k: r.to_dict() for k, r in by_label.items()} for measure, by_label in results.items()},
@@ -100,11 +103,14 @@ def write_report(
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             style=(files("rope_patch.eval") / "templates" / "report.css").read_text(encoding="utf-8"),
             labels=[label for label in (compared.baseline, *compared.labels) if label],
-            verdict=compared.verdict(),
-            below=[_page_row(cell) for cell in compared.below],
-            above=[_page_row(cell) for cell in compared.above],
+            changes=changes(compared),
+            notes=notes(compared),
+            figures=figure_rows(results, compared.window),
+            question=longest_question(results),
             replies=shown_replies(results, compared),
             n_wordings=N_WORDINGS,
+            statistics=compared.statistics(),
+            comparisons=[_page_row(cell) for cell in compared.cells],
             summary=figures,
             sections=sections,
             facts=facts,
@@ -182,12 +188,13 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
 
 
 def _page_row(cell: Cell) -> dict[str, Any]:
-    """A row of the page's tables, with signs, units and a fixed number of digits."""
+    """A row of the page's table of comparisons, with signs, units and a fixed number of digits."""
     row = _cell_row(cell)
     digits = 1 if cell.higher_is_better else 3
     shown = {name: f"{row[name]:.{digits}f} {row['in']}" for name in ("first", "model's")}
     shown |= {name: f"{row[name]:+.{digits}f}" for name in ("difference", "95 % from", "to")}
-    return {**row, **shown, "pairs": f"{cell.n} {cell.unit}"}
+    outcome = {"above": "won", "below": "lost", "same": "may be chance"}[cell.outcome]
+    return {**row, **shown, "outcome": outcome, "pairs": f"{cell.n} {cell.unit}"}
 
 
 def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:

@@ -136,7 +136,7 @@ def _eval(args: argparse.Namespace) -> int:
     device, dtype = _device(args)
 
     from rope_patch.checkpoints.full_disk import disk_full_errors
-    from rope_patch.eval import regressions, run_suite, write_report
+    from rope_patch.eval import regressions, run_suite, verdict, write_report
     from rope_patch.eval.measures.comparisons import baseline_label
     from rope_patch.eval.measures.prompt_grid import DEPTHS
     from rope_patch.eval.report import require_report, summary
@@ -200,7 +200,7 @@ def _eval(args: argparse.Namespace) -> int:
         cells = (f"{row['values'][k]:12.3f}" if k in row["values"] else f"{'-':>12}" for k in labels)
         print(f"{row['figure']:{width}}" + "".join(cells))
     print()
-    for sentence in regressions(results, window=plan.window).verdict():
+    for sentence in verdict(regressions(results, window=plan.window)):
         print(sentence)
     print(f"\nReport: {page}")
     return 0

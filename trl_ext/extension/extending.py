@@ -12,6 +12,7 @@ import torch
 from rope_patch import patch_model
 from rope_patch.base.environment import installed_versions
 from rope_patch.base.registry import unknown
+from rope_patch.eval import regressions, verdict
 from rope_patch.eval.report import require_report
 from rope_patch.eval.results.cache import files_hash
 from rope_patch.export import PROGRAMS, export, require_served
@@ -47,7 +48,7 @@ class Extended:
         report: a page with every figure.
         table: before and after, lines of text.
         verdict: what was won and lost, in sentences.
-        answers: a question far back in a long text, with what the model wrote before and after.
+        answers: a question about a number in a long text, with what the model wrote before and after.
     """
 
     folder: Path
@@ -61,7 +62,7 @@ class Extended:
     def __str__(self) -> str:
         serve = [f"Serve it with {target}: {command}" for target, command in self.commands.items()]
         made = [f"Model:  {self.model}", f"Report: {self.report}", *serve]
-        return "\n\n".join("\n".join(part) for part in (self.table, self.verdict, self.answers, made) if part)
+        return "\n\n".join("\n".join(part) for part in (self.verdict, self.table, self.answers, made) if part)
 
 
 def extend(
@@ -207,7 +208,7 @@ class _Run:
             },
             report=page,
             table=measuring.table(results, window),
-            verdict=measuring.verdict(results, window),
+            verdict=verdict(regressions(results, window=window)),
             answers=measuring.answers(results),
         )
 

@@ -1,23 +1,21 @@
-"""Measure the model before and after training, and report what improved or got worse."""
+"""Measure the model before and after training, and report what was won and what was lost."""
 
-from math import exp, isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from rope_patch.eval import MEASURES, EvalPlan, LossByPosition, Result, regressions, run_suite, write_report
+from rope_patch.eval import MEASURES, EvalPlan, Result, run_suite, write_report
 from rope_patch.eval.measures.prompt_grid import DEPTHS
-from rope_patch.eval.measures.retrieval_grid import RetrievalGrid
-from rope_patch.eval.regressions import Cell, Regressions, least_difference
-from rope_patch.eval.results.paired import MIN_DIFFERENT
+from rope_patch.eval.replies import longest_question
+from rope_patch.eval.verdict import figure_rows
 
 from .choices import Choices
 from .facts import ModelFacts
 from .texts import Texts
 
-BEFORE, AFTER = "native", "extended"
+BEFORE, AFTER = "before", "after"
 _LONGEST = 90  # characters of an answer that are shown
 Results = dict[str, dict[str, Result]]
 
@@ -72,120 +70,41 @@ def report(
 ) -> Path:
     """Write the page with figures, changes and every choice."""
     reasons = {choice.name: choice.explained for choice in choices.all}
+    reasons_note = (
+        'Figures beside a choice, and the word "measured", are of our own earlier runs, on SmolLM2-135M-Instruct where '
+        "no other model is named. They were not measured in this run."
+    )
     return write_report(
         results,
         folder,
         title=f"{name}, extended to {plan.length:,} positions",
-        settings={**settings, **reasons},
+        settings={**settings, "reasons": reasons_note, **reasons},
         window=plan.window,
     )
 
 
 def table(results: Results, window: int) -> list[str]:
     """A table of before and after, a line a figure."""
-    lines = [f"{'':42}{'before':>9}{'after':>9}"]
-    for name, by_label in results.items():
-        both = (_figures(name, by_label[label], window) for label in (BEFORE, AFTER))
-        lines += [f"{what:42}{before:>9}{after:>9}" for (what, before), (_, after) in zip(*both, strict=True)]
-    return lines
+    rows = figure_rows(results, window).items()
+    return [f"{'':46}{BEFORE:>9}{AFTER:>9}"] + [f"{what:46}{of[BEFORE]:>9}{of[AFTER]:>9}" for what, of in rows]
 
 
 def lines(measured: dict[str, Any], window: int) -> list[str]:
     """The results of `measure` for one model, a line a figure."""
-    results = {name: MEASURES[name].result.from_dict(values) for name, values in measured.items()}
-    return [f"  {what:42}{value:>9}" for name in results for what, value in _figures(name, results[name], window)]
-
-
-def _figures(name: str, result: Result, window: int) -> list[tuple[str, str]]:
-    """Each figure of a measure: what it is, and its value."""
-    if isinstance(result, RetrievalGrid):
-        what = "passkeys found" if name == "passkey" else "keys among look-alikes found"
-        found = zip(result.lengths, result.by_length, strict=True)
-        return [(f"{what} at {n:,} tokens", f"{100 * share:.0f} %") for n, share in found]
-    if isinstance(result, LossByPosition):
-        inside, cliff = result.in_window(window), result.cliff(window)
-        return [
-            (f"loss to position {window:,}, in nats", f"{inside:.3f}"),
-            (f"loss from there to {result.seq_len:,}", f"{inside + cliff:.3f}"),
-        ]
-    return []
-
-
-def verdict(results: Results, window: int) -> list[str]:
-    """What improved and what got worse, in sentences."""
-    compared = regressions(results, window=window)
-    sentences = []
-    for word, cells in (("Won", compared.above), ("Lost", compared.below)):
-        changes = [_sentence(cell) for cell in cells] or ["nothing beyond chance."]
-        sentences += [f"{word + ':':6}{change}" for change in changes]
-    if any(not cell.higher_is_better for cell in compared.above + compared.below):
-        sentences.append("The probability of the right next token is the geometric mean over tokens, exp(-loss).")
-    if any(cell.is_of_one_text for cell in compared.cells):
-        sentences.append(
-            "Losses are those of a single row, and other texts may differ. "
-            "`rope-patch eval --cliff --rows 8` compares both models on more."
-        )
-    return [*sentences, *_unseen(results, compared)]
-
-
-def _sentence(cell: Cell) -> str:
-    if cell.higher_is_better:
-        what = "passkeys" if cell.measure == "passkey" else "keys among look-alikes"
-        return f"{what} in {cell.length:,} tokens: {100 * cell.mean:.0f} % are found, before {100 * cell.first:.0f} %."
-    start, end = map(int, cell.name.removeprefix("loss ").split(".."))
-    after, before = _probabilities(cell.mean, cell.first)
-    return f"text at positions {start:,} to {end:,}: the right next token gets {after}, before {before}."
-
-
-def _probabilities(*losses: float) -> list[str]:
-    """exp(-loss) of losses that differ, in percent, with as many digits as show that."""
-    for digits in range(1, 7):
-        percents = [
-            f"{100 * exp(-loss):.{digits}f} %" if isfinite(loss) else f"no number (a loss of {loss})" for loss in losses
-        ]
-        if len(set(percents)) == len(percents):
-            break
-    return percents
-
-
-def _unseen(results: Results, compared: Regressions) -> list[str]:
-    """The smallest change of answers that this number of prompts can show."""
-    asked = [
-        len(result.at(length))
-        for by_label in results.values()
-        for result in by_label.values()
-        if isinstance(result, RetrievalGrid)
-        for length in result.lengths
-    ]
-    if not asked:
-        return []
-    if asked[0] < MIN_DIFFERENT:
-        return [
-            f"Prompts of each length: {asked[0]}. Changes of answers are judged from {MIN_DIFFERENT} prompts on; "
-            "--prompts sets the number."
-        ]
-    least = max(least_difference(cell) for cell in compared.cells if cell.higher_is_better)
-    return [
-        f"With {asked[0]} prompts a length, changes of less than about {100 * least:.0f} percentage points "
-        "may stay unseen: increase --prompts."
-    ]
+    results = {name: {BEFORE: MEASURES[name].result.from_dict(values)} for name, values in measured.items()}
+    return [f"  {what:46}{of[BEFORE]:>9}" for what, of in figure_rows(results, window).items()]
 
 
 def answers(results: Results) -> list[str]:
     """One of the longest prompts, and the answers before and after; nothing if no question was asked."""
-    for by_label in results.values():
-        before, after = by_label[BEFORE], by_label[AFTER]
-        if isinstance(before, RetrievalGrid) and isinstance(after, RetrievalGrid):
-            length = max(before.lengths)
-            pairs = [(a, b) for a, b in zip(before.replies, after.replies, strict=True) if a["length"] == length]
-            for one, other in pairs[:1]:
-                return [
-                    f"A question about a number far back in {length:,} tokens. The number is {one['expected']}.",
-                    f"  question: {_line(one['question'])}",
-                    f"  before:   {_line(one['reply'])}",
-                    f"  after:    {_line(other['reply'])}",
-                ]
-    return []
+    prompt = longest_question(results)
+    if prompt is None:
+        return []
+    return [
+        f"A question about a number in {prompt['length']:,} tokens of text. The number is {prompt['expected']}.",
+        f"  question: {_line(prompt['question'])}",
+        *(f"  {answer['label'] + ':':10}{_line(answer['reply'])}" for answer in prompt["answers"]),
+    ]
 
 
 def _line(text: str) -> str:

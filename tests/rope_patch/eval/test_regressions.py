@@ -122,11 +122,11 @@ def test_cells_below_and_above_are_told_with_their_figures():
     assert (lost.first, lost.mean) == (1.0, pytest.approx(0.55)) and lost.low < lost.difference < lost.high < 0
     assert lost.p == pytest.approx(2 / 2**9) and won.length == 4096 and won.low > 0
     assert [c.outcome for c in comparison.cells] == ["below", "same", "above"]
-    words = " ".join(comparison.verdict())
-    assert "long is worse than native in 1 of 3 cells and better in 1. In 1 no difference shows" in words
+    words = " ".join(comparison.statistics())
+    assert "long is worse than native in 1 of 3 comparisons and better in 1. In 1 no difference shows" in words
     assert "long lost, all within the window of 1024: passkey at 512 (100 to 55 %, -45 points" in words
     assert "long won, all beyond the window: passkey at 4096 (0 to 80 %, +80 points" in words
-    assert "Over 20 prompts a cell" in words
+    assert "Over 20 prompts a comparison" in words
     assert json.loads(json.dumps(comparison.to_dict()))["cells"][0]["outcome"] == "below"
 
 
@@ -146,7 +146,7 @@ def test_equal_models_lose_and_win_nothing():
     scores = {n: [float(rng.random() < 0.5) for _ in range(40)] for n in (512, 1024)}
     comparison = regressions({"passkey": {"a": grid(scores), "b": grid(scores)}})
     assert not comparison.below and not comparison.above and len(comparison.cells) == 2
-    assert regressions({"passkey": {"a": grid(scores)}}).verdict() == [
+    assert regressions({"passkey": {"a": grid(scores)}}).statistics() == [
         "Only a was measured, so there is nothing to compare it with."
     ]
 
@@ -194,9 +194,9 @@ def test_losses_are_compared_by_spans_of_the_window():
     lost = comparison.below[0]
     expected = (moved - base)[:, 4:8].mean().item()
     assert lost.difference == pytest.approx(expected) and lost.low < expected < lost.high
-    words = " ".join(comparison.verdict())
+    words = " ".join(comparison.statistics())
     assert (lost.n, lost.unit) == (4, "rows") and "loss 256..511 (" in words and "one text" not in words
-    assert "Over 4 rows a cell, a difference of less than about" in words and "nats would not show." in words
+    assert "Over 4 rows a comparison, a difference of less than about" in words and "nats would not show." in words
     with pytest.raises(ValueError, match="other read other rows of cliff"):
         compared(base, base, rows_hash="x")
 
@@ -224,17 +224,17 @@ def test_losses_that_are_equal_say_nothing_of_what_would_not_show():
     base = torch.full((4, 32), 3.0, dtype=torch.float64)
     near = base + 1e-5 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     for other, told in ((base, False), (near, True)):
-        words = " ".join(compared(base, other).verdict())
+        words = " ".join(compared(base, other).statistics())
         assert ("nats would not show" in words) == told and "0.000" not in words
 
 
-def test_the_verdict_of_one_row_is_of_that_text():
+def test_the_statistics_of_one_row_are_of_that_text():
     base = [[3.0] * 32]
     other = [[3.0] * 16 + [3.5 + 0.01 * (k % 3) for k in range(16)]]
     found = compared(base, other)
     (lost,) = found.below
     assert lost.is_of_one_text and (lost.n, lost.unit) == (16, "blocks of 64 tokens of one row")
-    assert any("holds for this text only" in sentence for sentence in found.verdict())
+    assert any("holds for this text only" in sentence for sentence in found.statistics())
 
 
 def test_a_loss_that_is_no_number_is_lost():
@@ -243,7 +243,7 @@ def test_a_loss_that_is_no_number_is_lost():
     comparison = compared(base, broken)
     assert [c.name for c in comparison.below] == ["loss 1024..2047"] and not comparison.above
     lost = "other lost, all beyond the window: loss 1024..2047 (2.500 to nan, not a finite number)."
-    assert lost in comparison.verdict()
+    assert lost in comparison.statistics()
     for other, outcome in ((base, "above"), (broken, "same")):
         assert compared(broken, other).cells[-1].outcome == outcome
 
@@ -257,16 +257,20 @@ def test_short_text_is_compared_sample_by_sample():
     assert regressions({"short": {"native": unknown, "worse": worse}}).cells == []
 
 
-def test_the_page_opens_with_the_verdict_then_what_was_lost_then_answers(tmp_path):
+def test_the_page_opens_with_the_verdict_then_figures_then_a_question_and_ends_with_statistics(tmp_path):
     native = grid({512: [1.0] * 20, 1024: [1.0] * 20, 4096: [0.0] * 20})
     long = grid({512: [0.0] * 12 + [1.0] * 8, 1024: [1.0] * 20, 4096: [1.0] * 20})
     results = {"passkey": {"long": long, "native": native}}
     page = write_report(results, tmp_path, title="t", settings={}, window=1024).read_text()
-    places = [page.index(f'id="{name}"') for name in ("verdict", "regressions", "answers", "gains", "passkey")]
-    assert places == sorted(places) and places[0] < page.index("<h2>Summary")
-    lost = page[places[1] : places[2]]
-    assert "passkey at 512" in lost and "passkey at 4096" not in lost and "-60" in lost
-    answers = page[places[2] : places[3]]
+    places = [
+        page.index(f'id="{name}"') for name in ("verdict", "figures", "question", "pictures", "comparisons", "answers")
+    ]
+    assert places == sorted(places) and "McNemar" not in page[: places[4]].partition('id="methods"')[0]
+    assert "<b>Lost:</b> passkeys in 512 tokens: 40\u00a0% are found, native 100\u00a0%.</li>" in page[: places[1]]
+    compared = page[places[4] : places[5]]
+    lost, same, won = (line for line in compared.splitlines() if "<td>passkey at" in line)
+    assert "<td>lost</td>" in lost and "-60" in lost and "<td>won</td>" in won and "may be chance" in same
+    answers = page[places[5] :]
     assert answers.count("<h3>") == 3 and answers.count("<th>native</th>") == answers.count("<th>long</th>") == 3
     assert "passkey, 512 tokens, wording" in answers and answers.count("<b>77</b>") == 3
     stored = json.loads((tmp_path / "results.json").read_text())
@@ -302,15 +306,15 @@ def test_one_cell_is_shown_in_several_wordings():
 def test_the_difference_that_would_not_show_is_that_of_the_rule():
     """One prompt of 20 differs, and six must: the interval alone, about 8 points, would promise too much."""
     native, other = grid({512: [1.0] * 20}), grid({512: [1.0] * 19 + [0.0]})
-    words = " ".join(regressions({"passkey": {"native": native, "other": other}}).verdict())
-    assert "Over 20 prompts a cell, a difference of less than about 30 points would not show." in words
+    words = " ".join(regressions({"passkey": {"native": native, "other": other}}).statistics())
+    assert "Over 20 prompts a comparison, a difference of less than about 30 points would not show." in words
 
 
 def test_fewer_pairs_than_have_to_differ_are_told_as_such():
     native, other = (ShortText({"piqa": a}, {}, {"piqa": 3}, {"piqa": [a] * 3}) for a in (1.0, 0.0))
     comparison = regressions({"short": {"native": native, "other": other}})
     assert not comparison.below
-    assert "Over 3 samples a cell, no difference counts: at least 6 must differ." in comparison.verdict()
+    assert "Over 3 samples a comparison, no difference counts: at least 6 must differ." in comparison.statistics()
 
 
 def test_a_suite_is_compared_and_its_cells_appear_as_they_come(tmp_path, capsys):

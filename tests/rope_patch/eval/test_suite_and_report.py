@@ -270,7 +270,7 @@ def test_the_page_counts_from_one_and_cuts_no_digits(page, tmp_path):
     html = write_report({"cliff": curves}, tmp_path, title="t", settings={}).read_text()
     row = next(line for line in html.splitlines() if "<td>loss 512..1023</td>" in line)
     cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
-    assert cells[1:5] == ["2.000 nats", "2.040 nats", "+0.040", "+0.040 to +0.040"]
+    assert cells[1:6] == ["lost", "2.000 nats", "2.040 nats", "+0.040", "+0.040 to +0.040"]
     assert cells[-1] == "8 blocks of 64 tokens of one row"
     html = page.read_text()
     numbers = {int(n) for n in re.findall(r"tokens, wording (\d) of 4</h3>", html)}

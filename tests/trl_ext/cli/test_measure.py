@@ -62,7 +62,7 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, monkeypatch, capsys
     assert run(folder, "eval", *arguments) == 0
     out = capsys.readouterr().out
     assert "native" in out and "cliff" in out and f"Report: {report}/report.html" in out
-    assert "pi is worse than native in" in out
+    assert "\npi won: " in out and "\npi lost: " in out
     assert f"compared over one context window: {WINDOW} positions, the context window of native." in out
     stored = json.loads((report / "results.json").read_text())
     assert list(stored["results"]) == ["cliff", "passkey"]

@@ -230,5 +230,7 @@ def test_the_page_names_each_choice_once(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "write_report", lambda *_, settings, **__: found.update(settings))
     made = choose(COMMON, options(), CPU)
     measuring.report({}, tmp_path, "a model", SimpleNamespace(length=65536, window=8192), made, {})
-    assert found["rescaling"].startswith("ntk by 16. It loses least") and set(found) == {c.name for c in made.all}
+    assert found["rescaling"].startswith("ntk by 16. It loses least")
+    assert set(found) == {"reasons", *(choice.name for choice in made.all)}
+    assert "were not measured in this run" in found["reasons"]
     assert str(made.rescaling) == f"rescaling: {found['rescaling']}"
