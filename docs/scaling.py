@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,15 +20,25 @@ from distillation_step import SHAPES  # noqa: E402
 
 from trl_ext import RopeSFTConfig  # noqa: E402
 from trl_ext.engines.sharding import Sharding  # noqa: E402
+from trl_ext.extension.choices import choose  # noqa: E402
+from trl_ext.extension.facts import ModelFacts  # noqa: E402
+from trl_ext.extension.machine import Machine  # noqa: E402
+from trl_ext.extension.options import ExtendOptions  # noqa: E402
+from trl_ext.extension.plan import ExtensionPlan  # noqa: E402
 from trl_ext.memory.plan import GIB, plan_memory  # noqa: E402
 from trl_ext.recipes.engine_advice import model_on_meta  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
 RESULTS = ("distillation-step-h200.json", "self-distill-step-h200.json")
 NAMES = {"llama-3-8b": "Llama-3-8B", "qwen3-4b": "Qwen3-4B"}
+QWEN3_8B = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+}  # fmt: skip
+GPU_GIB = 80
 HOUR = 3600
 TARGET = 1 << 20
-SECTIONS = ("steps", "recipes", "window")
+SECTIONS = ("steps", "recipes", "window", "extend")
 MEMORY = "GiB: GPU / GPU, offloading / its host then"
 
 
@@ -232,10 +243,44 @@ def _on_meta(shape: str, all_weights: bool) -> Any:
     return model_on_meta(config_of(shape), adapters, torch.bfloat16)
 
 
+def extended_model(name: str) -> ModelFacts:
+    """The facts of a model that `extend` plans for, from its config alone."""
+    chats = SimpleNamespace(chat_template="of its own")
+    config = config_of("llama-3-8b") if name == "Llama-3-8B" else AutoConfig.for_model("qwen3", **QWEN3_8B)
+    return ModelFacts(name, config, chats, config.max_position_embeddings, torch.bfloat16)
+
+
+def extension_plan(facts: ModelFacts, gib: float, n_gpus: int, **options: Any) -> ExtensionPlan:
+    """The plan of `rope-patch extend MODEL --to 131072 --dry-run --device-memory GIB --devices N`."""
+    given = ExtendOptions(model=facts.name, to=1 << 17, data=("books.jsonl",), output="out", device="cuda", **options)
+    machine = Machine.elsewhere(gib, n_gpus)
+    return ExtensionPlan.of(facts, given, choose(facts, given, machine), machine, "the data")
+
+
+def extend_table() -> str:
+    """Memory and time of extending two models to 131072 positions, on one GPU and on eight."""
+    heads = ("", "trained", "GPUs", "engine", "GiB on each", "minutes of training", "hours in all")
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in ("Llama-3-8B", "Qwen3-8B"):
+        facts = extended_model(name)
+        for given in ({}, {"train": "all"}):
+            for n_gpus in (1, 8):
+                plan = extension_plan(facts, GPU_GIB, n_gpus, **given)
+                weights = plan.choices.weights.value
+                trained = "all weights" if weights["train"] == "all" else "LoRA, which is chosen"
+                trained += ", checkpointed" * weights["gradient_checkpointing"]
+                engine = "-" if plan.engine is None else f"`{plan.engine.config}`"
+                held = (plan.memory.total if plan.engine is None else plan.engine.bytes) / GIB
+                time = f"{plan.minutes.train:.1f} | {plan.minutes.total / 60:.1f}" if plan.fits else "does not fit | -"
+                rows.append(f"| {name} | {trained} | {n_gpus} | {engine} | {held:.0f} | {time} |")
+    return "\n".join(rows) + "\n"
+
+
 def tables() -> dict[str, str]:
     """Section -> its table."""
     runs = measured_runs()
-    return dict(zip(SECTIONS, (step_table(runs), recipe_table(runs), window_table(runs)), strict=True))
+    made = (step_table(runs), recipe_table(runs), window_table(runs), extend_table())
+    return dict(zip(SECTIONS, made, strict=True))
 
 
 def with_tables(page: str) -> str:

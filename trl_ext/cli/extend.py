@@ -48,7 +48,18 @@ def add_commands(commands: Any) -> None:
         "written",
     )
     extend.add_argument("--converter", type=str, help="llama.cpp's convert_hf_to_gguf.py; default: on PATH")
-    extend.add_argument("--dry-run", action="store_true", help="print the plan and exit; nothing is written")
+    extend.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan and exit; nothing is written. The exit status is 1 if training does not fit",
+    )
+    extend.add_argument(
+        "--device-memory",
+        type=float,
+        metavar="GIB",
+        help="with --dry-run: plan for a GPU of so many GiB that is not in this machine",
+    )
+    extend.add_argument("--devices", type=int, metavar="N", help="with --device-memory: so many GPUs; default: 1")
     add_options(extend)
 
 
@@ -101,6 +112,7 @@ def run_extend(args: argparse.Namespace) -> int:
     with others_quiet():  # imported packages warn of optional ones that are missing
         from ..extension.extending import extend
     from ..extension.options import ExtendOptions
+    from ..extension.plan import ExtensionPlan
 
     names = {field.name for field in fields(ExtendOptions)} - {"model", "to", "data", "output", "targets"}
     chosen = {name: value for name, value in vars(args).items() if name in names}
@@ -115,7 +127,7 @@ def run_extend(args: argparse.Namespace) -> int:
         **chosen,
     )
     print(f"\n{done}" if not args.dry_run else done)
-    return 0
+    return int(isinstance(done, ExtensionPlan) and not done.fits)
 
 
 def _json(text: str) -> dict[str, Any]:

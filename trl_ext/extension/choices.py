@@ -26,7 +26,6 @@ _LORA_RATES = 10, 1e-3  # times the rate of all weights, and at most: at 3e-3 Sm
 _ROWS = 256
 _LONGEST_ROW = 32768  # 256 longer ones are more than 8M tokens
 _OWN_TOKENS = 100_000  # 420 chats were measured, of 95 thousand tokens
-_FREE = 0.9  # of free memory that a step may take
 _EVAL = {"cuda": (40, 4), "cpu": (10, 1)}  # prompts a length, rows of the target's length
 _YOURS = "You set it."
 
@@ -76,7 +75,8 @@ class Choice:
     @property
     def explained(self) -> str:
         """The value with its reason, without the name."""
-        return f"{self.text}. {self.reason} [{self.basis}; {self.flag}]"
+        basis = "measured by us on SmolLM2" if self.basis == "measured" else self.basis
+        return f"{self.text}. {self.reason} [{basis}; {self.flag}]"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ def choose(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choic
     """Make every decision; options of the user win.
 
     Raises:
-        ValueError: an option, or every possible choice, does not fit the model or the machine.
+        ValueError: an option, or every possible choice, does not fit the model. That no way to train fits the memory
+            is no error here.
     """
     rescaling, view = _rescaling(facts, options), _view(facts, options)
     objective, precision = _objective(facts, options), _precision(options, machine)
@@ -322,7 +323,10 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) 
 def _weights(
     facts: ModelFacts, options: ExtendOptions, machine: Machine, objective: Choice, precision: Choice, rows: Choice
 ) -> Choice:
-    """The first way to train that fits: all weights, q, k and v, adapters; each without checkpointing first."""
+    """The first way to train that fits: all weights, q, k and v, adapters; each without checkpointing first.
+
+    If none fits one GPU, the one that takes least.
+    """
     trains = ["all", "qkv", "lora"] if options.train is None else [options.train]
     if not facts.size.qkv and options.train is None:
         trains.remove("qkv")
@@ -336,25 +340,22 @@ def _weights(
         value = {"train": train, "lora_rank": options.adapter_rank, "gradient_checkpointing": checkpointing}
         needed = peak_memory(facts.size, _step(value, objective.value, precision.value, length, machine.device))
         needs.append((train, checkpointing, needed))
-        if needed.total <= _FREE * machine.memory:
-            return _weights_choice(options, machine, needs, value)
-    train, _, least = min(needs, key=lambda way: way[2].total)
-    raise ValueError(
-        f"training does not fit: rows of {length:,} tokens need {least.total / GIB:.1f} GiB at least "
-        f"({train}), and {_FREE * machine.memory / GIB:.1f} of {machine.memory / GIB:.1f} GiB may be taken on "
-        f"{machine.name}. Give a smaller --row-length, or use a larger machine."
-    )
+        if needed.total <= machine.room:
+            return _weights_choice(options, machine, needs)
+    return _weights_choice(options, machine, [min(needs, key=lambda way: way[2].total)])
 
 
-def _weights_choice(
-    options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], value: dict[str, Any]
-) -> Choice:
+def _weights_choice(options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]]) -> Choice:
     flag = "--train, --lora-rank, --gradient-checkpointing"
     train, checkpointing, needed = needs[-1]
+    value = {"train": train, "lora_rank": options.adapter_rank, "gradient_checkpointing": checkpointing}
     rank = f" of rank {options.adapter_rank}" if train == "lora" else ""
     again = ", with gradient checkpointing" if checkpointing else ""
     text = f"{_TRAINED[train]}{rank}{again}"
     memory = f"A step takes {needed.total / GIB:.1f} of {machine.memory / GIB:.1f} GiB."
+    if needed.total > machine.room:
+        memory = f"{memory[:-1]}, of which {machine.room / GIB:.1f} may be taken: one GPU is too small."
+        memory = memory.replace("one GPU", "this machine") if machine.device == "cpu" else memory
     unused = "" if options.lora_rank is None or train == "lora" else " --lora-rank has no effect: no adapters."
     if options.train is not None:
         return _yours("weights", value, text, flag, f"{_YOURS} {memory}")

@@ -31,6 +31,12 @@ class Rate:
         return operations / (_SHARE * self.operations) + calls * self.call
 
 
+H200_OPERATIONS = 470e12
+"""Operations a second of the steps of docs/scaling.md on one NVIDIA H200, of which this is the mean."""
+H200 = Rate(H200_OPERATIONS / _SHARE, 1.1e-5)
+"""For a GPU that is not here."""
+
+
 def step_operations(size: ModelSize, step: Step, length: int) -> float:
     """Floating-point operations of one row of n tokens, forward and backward.
 

@@ -21,7 +21,6 @@ from rope_patch.export.writing import unfinished_folders
 from rope_patch.methods import resolve_view
 
 from ..engines.device import choose_device, free_memory, require_one_process
-from ..recipes.stages import read_stages
 from ..rows.turns import SampledTurns
 from ..runs.folder import last_checkpoint, only_run, read_run_record, require_same_settings, write_whole
 from ..runs.model_files import begun_with, model_files, recorded_commit, require_same_model
@@ -29,6 +28,7 @@ from ..trainer.window_check import check_window
 from . import measuring, rows, texts, training
 from .choices import Choices, choose
 from .facts import ModelFacts
+from .fitting import command_of, engine_of, fits
 from .machine import Machine
 from .messages import MessageFile, others_quiet
 from .options import ExtendOptions
@@ -114,6 +114,8 @@ def extend(
         targets=_strings(targets),
         **given,
     )
+    if options.device_memory is not None and not dry_run:
+        raise ValueError("--device-memory plans for a GPU that is not here, and runs nothing: it needs --dry-run.")
     with others_quiet() as messages:
         return _Run(options, tell, messages).go(dry_run)
 
@@ -123,7 +125,9 @@ class _Run:
 
     def __init__(self, options: ExtendOptions, tell: Callable[[str], None], messages: MessageFile) -> None:
         require_one_process("extend")
-        options = replace(options, device=choose_device(options.device, torch.cuda.is_available()))
+        elsewhere = options.device_memory is not None
+        device = "cuda" if elsewhere else choose_device(options.device, torch.cuda.is_available())
+        options = replace(options, device=device)
         self.options, self.tell, self.messages = options, tell, messages
         folder, self.record = options.folder, options.folder / _RECORD
         begun = begun_with(self.record)
@@ -140,7 +144,10 @@ class _Run:
                 f"--to must be longer than the context window of {options.model}, {self.facts.window} positions, got "
                 f"{options.to}."
             )
-        self.machine = Machine.of(str(options.device))
+        if options.device_memory is not None:
+            self.machine = Machine.elsewhere(options.device_memory, options.devices or 1)
+        else:
+            self.machine = Machine.of(device)
         self.settings = {
             **options.recorded(),
             "contents": [files_hash(file) for file in (*options.data, *options.held_out) if Path(file).is_file()],
@@ -154,10 +161,18 @@ class _Run:
             self.choices = Choices.from_dict(begun["choices"])
         else:
             self.choices = choose(self.facts, options, self.machine)
+        if not elsewhere:
+            self.machine = replace(self.machine, n_gpus=begun["n_gpus"] if begun else self._n_gpus())
         row_length, n_rows = self.choices.rows.value["length"], self.choices.evaluation.value["n_rows"]
         self.texts = texts.read(self.facts, options, row_length=row_length, n_rows=n_rows)
         self.eval_plan = measuring.eval_plan(self.facts, options.to, self.choices, options.seed)
         self._check()
+
+    def _n_gpus(self) -> int:
+        """GPUs that train: one, or all that torch sees if one is too small."""
+        if self.machine.device == "cpu" or fits(self.facts, self.choices, self.machine, None):
+            return 1
+        return torch.cuda.device_count()
 
     def go(self, dry_run: bool) -> Extended | ExtensionPlan:
         """Run the remaining steps."""
@@ -166,6 +181,8 @@ class _Run:
             plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.source)
         if dry_run:
             return plan
+        if not resumes and not plan.fits:
+            raise ValueError(f"{plan.misfit} {'; '.join(plan.remedies)}. --dry-run prints the whole plan.")
         require_report(self.options.folder / "report")
         if not resumes:
             self.tell(f"{plan}\n\nMessages of other packages go to {log}.")
@@ -179,6 +196,7 @@ class _Run:
                     "model_files": self.model_files,
                     "model_commit": self.facts.commit,
                     "choices": self.choices.to_dict(),
+                    "n_gpus": self.machine.n_gpus,
                 }
                 write_whole(self.record, {**self.settings, **kept})
             self.messages.write_to(log)
@@ -255,6 +273,14 @@ class _Run:
         checkpoint = last_checkpoint(self.options.folder / "training")
         self.tell(f"\nTraining{f' from {checkpoint.name} on' if checkpoint else ''}, and exporting the result.")
         keys = training.recipe(self.facts, self.options, self.choices, n_rows)
+        engine = engine_of(self.facts, self.options, self.choices, self.machine)
+        if engine is not None:
+            file = training.write(keys, self.options)
+            raise ValueError(
+                f"training does not fit one GPU, and extend trains on one. {file} is written, so train by it: "
+                f"{command_of(self.options, self.machine, engine)} - and give the same command of extend again, which "
+                "measures the result."
+            )
         figures = training.train(keys, self.options, n_rows, self.tell).stages["training"]
         self.tell(f"  {figures.steps} steps, {figures.tokens:,} tokens, loss {figures.loss:.3f} at the end.")
 
@@ -269,7 +295,7 @@ class _Run:
     def _check(self) -> None:
         """Raise now what training or measuring would raise later."""
         rescaling, view = self.choices.rescaling.value, self.choices.view.value
-        (stage,) = read_stages(training.recipe(self.facts, self.options, self.choices, 1))
+        stage = training.stage_of(training.recipe(self.facts, self.options, self.choices, 1))
         if stage.model.use_peft:
             import peft  # noqa: F401  # an error names the missing package here
         length = self.choices.rows.value["length"]

@@ -52,6 +52,8 @@ class ExtendOptions:
         converter: llama.cpp's convert_hf_to_gguf.py.
         seed: of all random draws.
         device: "cpu" or "cuda".
+        device_memory: GiB of a GPU that is not here, to plan for; None plans for this machine.
+        devices: such GPUs; None is one.
     """
 
     model: str
@@ -84,13 +86,20 @@ class ExtendOptions:
     converter: str | None = None
     seed: int = 0
     device: str | None = None
+    device_memory: float | None = None
+    devices: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("facts", "rows_per_step", "rows", "row_length", "prompts", "own_tokens", "lora_rank"):
+        for name in ("facts", "rows_per_step", "rows", "row_length", "prompts", "own_tokens", "lora_rank", "devices"):
             if getattr(self, name) is not None:
                 require_integer(flag(name), getattr(self, name), least=1)
-        if self.learning_rate is not None:
-            require_number(flag("learning_rate"), self.learning_rate)
+        for name in ("learning_rate", "device_memory"):
+            if getattr(self, name) is not None:
+                require_number(flag(name), getattr(self, name))
+        if self.devices is not None and self.device_memory is None:
+            raise ValueError("--devices needs --device-memory, the GiB of one of the GPUs.")
+        if self.device_memory is not None and self.device == "cpu":
+            raise ValueError("--device-memory is of a GPU: leave --device cpu out.")
         if self.short is not None and not 0 <= self.short <= 1:  # NaN is refused too
             raise ValueError(f"--short must be a share from 0 to 1, got {self.short}.")
         for name, allowed in (("train", Train), ("precision", Precision)):
@@ -108,7 +117,7 @@ class ExtendOptions:
 
     def recorded(self) -> dict[str, Any]:
         """As JSON values, without the output folder, which may be moved, and without targets, which may be added."""
-        left_out = ("output", "targets", "converter")
+        left_out = ("output", "targets", "converter", "device_memory", "devices")
         recorded = {name: value for name, value in asdict(self).items() if name not in left_out}
         recorded["lora_rank"] = self.adapter_rank
         return {name: list(value) if isinstance(value, tuple) else value for name, value in recorded.items()}

@@ -4,12 +4,14 @@ import textwrap
 from dataclasses import dataclass, fields
 
 from ..engines.device import free_memory
-from ..memory.step import Memory, Step, peak_memory
+from ..memory.step import Memory, peak_memory
+from ..recipes.engine_advice import EngineNeed
 from ..rows.mix import SHORTER, rows_by_kind
 from ..rows.sampling import AT_ONCE
 from .choices import Choices
-from .duration import ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
+from .duration import H200_OPERATIONS, ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
 from .facts import ModelFacts
+from .fitting import command_of, engine_of, fits, needed_bytes, remedies
 from .machine import GIB, Machine
 from .options import ExtendOptions
 from .short_rows import batches_a_step
@@ -52,8 +54,11 @@ class ExtensionPlan:
     Args:
         facts: of the model.
         choices: every decision with its reason.
-        memory: at the peak of a training step.
-        minutes: estimated by a short calibration of this machine, right within a factor of `duration.ROUGH`.
+        memory: at the peak of a training step, on one GPU.
+        engine: what each of several GPUs holds; None for one.
+        remedies: what would make a training fit that does not; empty for one that does.
+        minutes: estimated by a short calibration of this machine, or from steps on an H200 for a GPU that is not here,
+            right within a factor of `duration.ROUGH`.
         rows: training rows, including short ones.
         tokens: in all rows.
         steps: optimizer steps.
@@ -65,6 +70,8 @@ class ExtensionPlan:
     facts: ModelFacts
     choices: Choices
     memory: Memory
+    engine: EngineNeed | None
+    remedies: list[str]
     minutes: Minutes
     rows: int
     tokens: int
@@ -81,11 +88,15 @@ class ExtensionPlan:
         step = choices.step(machine.device)
         counts = row_counts(choices)
         rate = machine.calibrate(choices.precision.value)
+        engine = engine_of(facts, options, choices, machine)
+        fit = fits(facts, choices, machine, engine)
         return cls(
             facts=facts,
             choices=choices,
             memory=peak_memory(facts.size, step),
-            minutes=_minutes(facts, options, choices, step, rate, counts),
+            engine=engine,
+            remedies=[] if fit else remedies(facts, options, choices, machine),
+            minutes=_minutes(facts, options, choices, machine, rate, counts),
             rows=sum(counts.values()),
             tokens=sum(length * count for length, count in counts.items()),
             steps=n_steps(sum(counts.values()), options.rows_per_step),
@@ -94,8 +105,18 @@ class ExtensionPlan:
             options=options,
         )
 
+    @property
+    def fits(self) -> bool:
+        """Whether the training fits."""
+        return not self.remedies
+
     def __str__(self) -> str:
+        elsewhere, n_gpus = self.machine.rate is not None, self.machine.n_gpus
         device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
+        by = f", by a short calibration of this machine; they may be off by {ROUGH:g} times, either way"
+        if elsewhere:
+            device = f"a GPU of {self.machine.memory / GIB:.4g} that is not here"
+            by = f" on an H200 [arithmetic from steps on an H200, {H200_OPERATIONS / 1e12:.0f} TFLOP/s]"
         short, most = self.choices.rows.value["length"] // SHORTER, min(SHORTER, self.options.rows_per_step)
         batches = "one row at a time"
         if short in row_counts(self.choices) and most > 1:
@@ -107,7 +128,7 @@ class ExtensionPlan:
             f"How the context window becomes {self.options.to:,} positions, and why",
             *(_wrapped(str(choice)) for choice in self.choices.all),
             _wrapped(f"measured on: {self.measured_on}. [--held-out]"),
-            "  [measured] is for SmolLM2-135M-Instruct from 8,192 to 65,536, three seeds; other models may differ.",
+            "  We measured SmolLM2-135M-Instruct from 8,192 to 65,536, in three seeds. Other models may differ.",
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
             f"{self.options.rows_per_step} rows, {batches}",
@@ -120,21 +141,77 @@ class ExtensionPlan:
                 if getattr(self.memory, part.name)
             ),
             f"  {self.memory.total / GIB:8.2f}  together",
-            f"Minutes, by a short calibration of this machine; they may be off by {ROUGH:g} times, either way:",
+            *self._engine_lines(),
+            f"Minutes{by}:",
             f"  {self.minutes.measure:8.1f}  measuring the model as it is",
             *([f"  {self.minutes.write:8.1f}  texts that it writes itself"] if self.minutes.write else []),
-            f"  {self.minutes.train:8.1f}  training",
+            f"  {self.minutes.train:8.1f}  training"
+            + (f" on {n_gpus} GPUs, as if they never waited for each other" if n_gpus > 1 else ""),
             f"  {self.minutes.measure:8.1f}  measuring it again",
             f"  {self.minutes.total:8.1f}  together ({_hours(self.minutes.total)})",
         ]
+        if elsewhere:
+            lines.append("  A GPU with half the speed of an H200 in bfloat16 takes about twice as long.")
         if self.machine.device == "cpu" and self.minutes.total > _PATIENCE:
-            near, target = self.facts.window // 4, self.facts.window * 9 // 8
-            lines += [
-                "A CPU is slow. These options end sooner, with a worse model and a shorter context window:",
-                f"  --to {target} --rows 12 --row-length {near // 2} --short 0 --shares text=1,questions=1 --prompts 2 "
-                f"--lengths {near} {target}",
-            ]
+            lines += self._quicker()
+        if not self.fits:
+            lines += [f"DOES NOT FIT: {self.misfit}", *(f"  {remedy}" for remedy in self.remedies)]
         return "\n".join(lines)
+
+    @property
+    def misfit(self) -> str:
+        """That the training does not fit, without remedies."""
+        on = "this machine" if self.machine.device == "cpu" else "one GPU"
+        if self.engine is not None:
+            on = f"each of {self.machine.n_gpus} GPUs, one of which holds all weights when the model is measured"
+        needed = needed_bytes(self.facts, self.choices, self.machine, self.engine)
+        return (
+            f"training on rows of {self.choices.rows.value['length']:,} tokens ({self.choices.weights.value['train']}) "
+            f"needs {needed / GIB:.1f} GiB, and {self.machine.room / GIB:.1f} may be taken on {on}. Each of these "
+            "would make it fit:"
+        )
+
+    def _engine_lines(self) -> list[str]:
+        """What each of several GPUs holds, and the command that trains on them."""
+        if self.engine is None:
+            return []
+        engine, folder, n_gpus, room = self.engine, self.options.folder, self.machine.n_gpus, self.machine.room
+        is_long = engine.bytes_long < engine.bytes and engine.bytes > room
+        held = engine.bytes_long if is_long else engine.bytes
+        lines = [
+            f"Memory on each of {n_gpus} such GPUs, under the engine that fits and sends least:",
+            f"  {held / GIB:8.2f}  {engine.config}{', with long_rows, which switches itself on' if is_long else ''}",
+        ]
+        if not self.fits:
+            return [lines[0].replace("fits and sends least", "takes least"), *lines[1:]]
+        if n_gpus > self.options.rows_per_step and not engine.config.endswith("-cp"):
+            lines.append(f"A step there is of {n_gpus} rows, one a GPU, and not of {self.options.rows_per_step}.")
+        if self.memory.total <= room:
+            why = "extend trains on one GPU. Its recipe, which is written when training begins, trains on several:"
+            return [*lines, why, f"  {command_of(self.options, self.machine, engine, f'{folder}-{n_gpus}-gpus')}"]
+        why = "extend trains on one GPU, which is too small: it writes the recipe and stops. Train by it, then go on"
+        return [*lines, f"{why} with extend:", f"  {command_of(self.options, self.machine, engine)}"]
+
+    def _quicker(self) -> list[str]:
+        """Options with which a CPU ends sooner, of those that were not given already."""
+        options, near, target = self.options, self.facts.window // 4, self.facts.window * 9 // 8
+        own = {"chats", "own_texts"} & self.choices.rows.value["shares"].keys()
+        flags = {
+            f"--to {target}": options.to > target,
+            "--rows 12": options.rows is None or options.rows > 12,
+            f"--row-length {near // 2}": options.row_length is None or options.row_length > near // 2,
+            "--short 0": options.short != 0,
+            "--shares text=1,questions=1": bool(own),
+            "--prompts 2": options.prompts is None or options.prompts > 2,
+            f"--lengths {near} {target}": not options.lengths or max(options.lengths) > target,
+        }
+        hint = " ".join(flag for flag, is_of_use in flags.items() if is_of_use)
+        if not hint:
+            return ["A CPU is slow. --dry-run --device-memory GIB plans for a GPU."]
+        return [
+            "A CPU is slow. These options end sooner, with a worse model and a shorter context window:",
+            f"  {hint}",
+        ]
 
 
 def _wrapped(text: str) -> str:
@@ -168,21 +245,23 @@ def own_tokens(choices: Choices) -> int:
 
 
 def _minutes(
-    facts: ModelFacts, options: ExtendOptions, choices: Choices, step: Step, rate: Rate, counts: dict[int, int]
+    facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine, rate: Rate, counts: dict[int, int]
 ) -> Minutes:
-    size, measuring, to = facts.size, choices.evaluation.value, options.to
+    size, measuring, to, step = facts.size, choices.evaluation.value, options.to, choices.step(machine.device)
     calls = forward_calls(size)
     operations = sum(count * step_operations(size, step, length) for length, count in counts.items())
-    train = rate.seconds(operations, _batches(choices, options) * step_calls(size, step))
+    # rows are joined by extend alone
+    batches = _batches(choices, options) if machine.n_gpus == 1 else sum(counts.values())
+    train = rate.seconds(operations, batches * step_calls(size, step)) / machine.n_gpus
     n_asking = len(measuring["measures"]) - 1  # measures that ask questions: all but the loss
     lengths = [*measuring["lengths"] * measuring["prompts"] * n_asking, *[to] * measuring["n_rows"]]
     measure = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
     measure += _ANSWERS[step.device] * len(measuring["lengths"]) if n_asking else 0.0
     write, tokens = 0.0, own_tokens(choices)
     if tokens:
-        seconds = seconds_a_step(facts, step.device)
+        seconds = seconds_a_step(facts, step.device) if machine.rate is None else None
         free_memory()
-        if seconds is None:  # without a cache that can be timed
+        if seconds is None:  # on a GPU that is not here, or without a cache that can be timed
             seconds = rate.seconds(2.0 * size.parameters * AT_ONCE[step.device], calls)
         kinds = [kind for kind in ("chats", "own_texts") if kind in choices.rows.value["shares"]]
         write = sum(seconds_of_writing(facts, step.device, kind, tokens // len(kinds), seconds) for kind in kinds)

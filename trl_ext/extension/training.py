@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -11,7 +13,7 @@ from transformers import TrainerCallback
 from ..config import LONG_DOCUMENTS
 from ..engines.device import free_memory
 from ..recipes.fine_tuning import Trained, run
-from ..recipes.stages import read_stages
+from ..recipes.stages import Stage, read_stages
 from .choices import Choices
 from .facts import ModelFacts
 from .options import ExtendOptions
@@ -82,15 +84,28 @@ def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: 
     return keys
 
 
+def stage_of(keys: dict[str, Any], **changes: Any) -> Stage:
+    """The stage of a recipe with `changes`, to check it or to count its memory; nothing is loaded."""
+    on_cpu: dict[str, Any] = {} if torch.cuda.is_available() else {"use_cpu": True}  # where bf16 would be refused
+    (stage,) = read_stages(keys, **on_cpu, **changes)
+    return stage
+
+
 def n_steps(n_rows: int, rows_per_step: int) -> int:
     """Optimizer steps of one epoch."""
     return -(-n_rows // rows_per_step)
 
 
-def train(keys: dict[str, Any], options: ExtendOptions, n_rows: int, tell: Callable[[str], None]) -> Trained:
-    """Write the recipe `keys`, train, and export to the folder "model"; the same call resumes a stopped one."""
+def write(keys: dict[str, Any], options: ExtendOptions) -> Path:
+    """Write the recipe `keys`, and return its file."""
     file = options.folder / RECIPE
     file.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
+    return file
+
+
+def train(keys: dict[str, Any], options: ExtendOptions, n_rows: int, tell: Callable[[str], None]) -> Trained:
+    """Train by the recipe `keys`, and export to the folder "model"; the same call resumes a stopped one."""
+    file = write(keys, options)
     progress = _Progress(tell, n_rows, options.rows_per_step)
     try:
         return run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress, window=options.to, check=True)

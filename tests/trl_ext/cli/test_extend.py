@@ -57,8 +57,27 @@ def test_what_a_slow_machine_is_told_to_type_are_flags(folder, capsys, monkeypat
     assert cli.main(["extend", *arguments, "--lengths", "700", "--device", "cpu", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (hint,) = (after for line, after in pairwise(lines) if line.startswith("A CPU is slow."))
+    assert "--short" not in hint and "--lengths" not in hint, "they were given"
     told = _parser().parse_args(["extend", *arguments, *hint.split()])
-    assert told.to == 900 and list(told.lengths) == [200, 900] and max(map(len, lines)) <= 120
+    assert told.to == 900 and told.prompts == 2 and max(map(len, lines)) <= 120
+    assert (
+        cli.main(
+            [
+                "extend",
+                *arguments,
+                *hint.split(),
+                "--lengths",
+                "700",
+                "--shares",
+                "text=1",
+                "--device",
+                "cpu",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.endswith("A CPU is slow. --dry-run --device-memory GIB plans for a GPU.\n")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""Whether a training fits GPUs that are not here, or this machine, and what would make it fit."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from ..memory.step import peak_memory
+from ..recipes.adapter_config import adapter_config
+from ..recipes.engine_advice import EngineNeed, choose_engine, engine_needs, model_on_meta
+from .choices import Choices, choose
+from .facts import ModelFacts
+from .machine import GIB, Machine
+from .options import ExtendOptions
+from .training import RECIPE, recipe, stage_of
+
+_SHORTEST_ROW = 2048  # tokens; an eighth of it still holds a question
+_MORE_GPUS = (2, 4, 8, 16, 32)
+
+
+def engine_of(facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine) -> EngineNeed | None:
+    """What each of several GPUs holds under the engine that fits, or under the one that takes least; None for one GPU.
+
+    Memory of the host over there is not known, so nothing is offloaded to it.
+    """
+    if machine.n_gpus == 1:
+        return None
+    rows = rows_a_gpu(options, machine)
+    stage = stage_of(recipe(facts, options, choices, 1), gradient_accumulation_steps=rows)
+    model = model_on_meta(facts.config, adapter_config(stage.model), stage.loading["dtype"])
+    needs = engine_needs(model, stage.training, machine.n_gpus, torch.device("cpu"))
+    allowed = [need for need in needs if need.refused is None]
+    return choose_engine(allowed, machine.room) or min(allowed, key=lambda need: need.bytes_long)
+
+
+def rows_a_gpu(options: ExtendOptions, machine: Machine) -> int:
+    """Rows that each GPU reads for an optimizer step, where GPUs share none."""
+    return max(options.rows_per_step // machine.n_gpus, 1)
+
+
+def command_of(options: ExtendOptions, machine: Machine, engine: EngineNeed, output: str | None = None) -> str:
+    """The command that trains by the recipe on several GPUs, in the folder of the extension or in `output`."""
+    rows = options.rows_per_step if engine.config.endswith("-cp") else rows_a_gpu(options, machine)
+    return (
+        f"rope-patch train {options.folder / RECIPE} --accelerate-config {engine.config} "
+        f"--num-processes {machine.n_gpus} --gradient-accumulation-steps {rows}"
+        + (f" --output-dir {output}" if output else "")
+    )
+
+
+def fits(facts: ModelFacts, choices: Choices, machine: Machine, engine: EngineNeed | None) -> bool:
+    """Whether a step fits each GPU, or the machine."""
+    return needed_bytes(facts, choices, machine, engine) <= machine.room
+
+
+def needed_bytes(facts: ModelFacts, choices: Choices, machine: Machine, engine: EngineNeed | None) -> int:
+    """Bytes that the machine, or each GPU, must hold. Of several GPUs one measures, with all weights on it."""
+    if engine is not None:
+        return max(engine.bytes_long, facts.size.parameters * facts.dtype.itemsize)
+    return peak_memory(facts.size, choices.step(machine.device)).total
+
+
+def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine) -> list[str]:
+    """Each change of the options or of the machine that would make a training fit, as flags or in words."""
+
+    def would(on: Machine = machine, **changed: Any) -> bool:
+        changed_options = replace(options, **changed)
+        made = choose(facts, changed_options, on)
+        return fits(facts, made, on, engine_of(facts, changed_options, made, on))
+
+    found = []
+    ways: dict[str, dict[str, Any]] = {}
+    if options.train not in (None, "lora"):
+        ways["--train lora"] = {"train": "lora"}
+    if options.gradient_checkpointing is False and "gradient checkpointing" not in facts.missing:
+        ways["--gradient-checkpointing"] = {"gradient_checkpointing": True}
+    every = {name: value for changed in ways.values() for name, value in changed.items()}
+    found += [flags for flags, changed in ways.items() if would(**changed)]
+    if len(ways) == 2 and not found and would(**every):
+        found.append(" ".join(ways))
+    lengths = list(_shorter(choices.rows.value["length"]))
+    shorter = next((n for n in lengths if would(row_length=n)), None)
+    if shorter is not None:
+        found.append(f"--row-length {shorter}")
+    elif ways and not found:
+        shorter = next((n for n in lengths if would(**every, row_length=n)), None)
+        found += [] if shorter is None else [f"{' '.join(ways)} --row-length {shorter}"]
+    if machine.device == "cuda":
+        more = (n for n in _MORE_GPUS if n > machine.n_gpus)
+        n_gpus = next((n for n in more if would(replace(machine, n_gpus=n))), None)
+        if n_gpus is not None:
+            found.append(f"{n_gpus} such GPUs: --device-memory {machine.memory / GIB:.4g} --devices {n_gpus}")
+    least = peak_memory(facts.size, choices.step(machine.device)).total
+    room = math.ceil(least / machine.room * machine.memory / GIB)
+    return [*found, f"one GPU of {room} GiB" if machine.device == "cuda" else f"{room} GiB of free memory"]
+
+
+def _shorter(length: int) -> Iterator[int]:
+    """Lengths of rows, halved again and again."""
+    return takewhile(lambda n: n >= _SHORTEST_ROW, (length >> k for k in range(1, 20)))
