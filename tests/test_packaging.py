@@ -31,8 +31,8 @@ RAW = "https://raw.githubusercontent.com/rope-patch/rope-patch"
 
 
 def files_under(folder):
-    """Relative to `folder`, without what Python and an editable install leave behind."""
-    made = re.compile(r"(^|/)(__pycache__|[^/]*\.egg-info)/")
+    """Relative to `folder`, without what Python, an editable install and `make docs` leave behind."""
+    made = re.compile(r"(^|/)(__pycache__|[^/]*\.egg-info)/|^(_build|methods|tutorials)/|^command_line\.md$")
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return {name for name in names if not made.search(name)}
 

@@ -56,7 +56,7 @@ def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch,
         return Extended(folder, folder / "model", {}, folder / "report.html", ["table"], ["Won:  x"], ["question"])
 
     monkeypatch.setattr(run_module, "extend", extended)
-    for begin in ("This extends the context window of SmolLM2", "\ntable\n"):  # the second time the model is there
+    for begin in ("This extends the context window of SmolLM2", "\nWon:  x\n\ntable\n"):  # the second time the model is there
         assert demo() == 0
         printed = capsys.readouterr().out
         assert printed.startswith(begin) and "Warning" not in printed
@@ -75,7 +75,7 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, m
     assert demo() == 0
     printed, errors = capsys.readouterr()
     assert printed.index("Unpacking the model") < printed.index("How the context") < printed.index("Training, and")
-    end = printed[printed.index("  before") :]
+    end = printed[printed.index("\nWon:  ") :]
     for part in (
         "passkeys found at 1,500 tokens",
         "Won:  ",
