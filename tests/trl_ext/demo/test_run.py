@@ -56,7 +56,8 @@ def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch,
         return Extended(folder, folder / "model", {}, folder / "report.html", ["table"], ["Won:  x"], ["question"])
 
     monkeypatch.setattr(run_module, "extend", extended)
-    for begin in ("This extends the context window of SmolLM2", "\nWon:  x\n\ntable\n"):  # the second time the model is there
+    # the second time the model is there
+    for begin in ("This extends the context window of SmolLM2", "\nWon:  x\n\ntable\n"):
         assert demo() == 0
         printed = capsys.readouterr().out
         assert printed.startswith(begin) and "Warning" not in printed
