@@ -35,6 +35,7 @@ from .options import ExtendOptions
 from .plan import ExtensionPlan
 
 _RECORD = "extend.json"
+_LOG = "log.txt"
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,9 @@ class _Run:
         self.options, self.tell, self.messages = options, tell, messages
         folder, self.record = options.folder, options.folder / _RECORD
         begun = begun_with(self.record)
-        if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not begun):
+        # a run that was killed before it wrote its record has left its log and empty folders
+        others = (file for file in folder.rglob("*") if file.is_file() and file.name != _LOG)
+        if folder.is_file() or (not begun and any(others)):
             raise ValueError(f"--output {folder} holds other files than those of an extension: name a new folder.")
         _require_targets(options)
         commit = recorded_commit(begun, options.model, options.model_revision)
@@ -176,7 +179,7 @@ class _Run:
 
     def go(self, dry_run: bool) -> Extended | ExtensionPlan:
         """Run the remaining steps."""
-        resumes, log = self.record.is_file(), self.options.folder / "log.txt"
+        resumes, log = self.record.is_file(), self.options.folder / _LOG
         if dry_run or not resumes:
             plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.source)
         if dry_run:

@@ -146,6 +146,7 @@ def test_a_run_that_is_stopped_in_any_step_ends_with_the_same_weights(train, who
         return stop() if trainer.state.global_step == 2 else step(trainer, *given)
 
     monkeypatch.setattr(measuring, "measure", measuring_once)
+    stopped(extending, "write_whole", stop)  # before there is a record
     stopped(rows, "make", also_run_elsewhere)
     monkeypatch.setattr(rows, "make", lambda *given: stop() if (folder / "parts/rows.jsonl").exists() else real(*given))
     stopped(training_module.ShortRowsTrainer, "training_step", in_the_third_step)
