@@ -20,6 +20,8 @@ def main() -> None:
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     parts = [HEAD]
     for name, command in commands.choices.items():
+        if command.complete is not None:  # adds the flags of measures, which are slow to find
+            command.complete(command)
         parts.append(f"## rope-patch {name}\n\n```text\n{command.format_help()}```")
     TARGET.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 

@@ -34,7 +34,7 @@ GREY = "#808080"  # axes and text: legible on white and on black
 COLOURS = ("#2f7ed8", "#e07b39", "#3a9d5d")
 TOKENS = 128  # of the document that a view is drawn for
 WINDOW = 8192  # of the model that a rescaling is drawn for
-# where the code of this package and its results lie, for links out of the site
+# of the results, from a page of the gallery
 RESULTS = "../../research/results"
 NEEDS_RESCALING = {"native-distill", "relation-distill", "hidden-distill"}  # their teacher is the native model
 
@@ -102,8 +102,8 @@ def example(method: Method, options: dict[str, Any]) -> str:
     if method.kind == "objective":
         teacher = ', rescale="yarn", rescale_args={"factor": 4.0}' if method.name in NEEDS_RESCALING else ""
         view = ', view="skip"' if method.name == "self-distill" else ""
-        options = f'output_dir="out", objective="{method.name}"{view}{teacher}'
-        return f"from trl_ext import RopeSFTConfig\n\nRopeSFTConfig({options})"
+        fields = f'output_dir="out", objective="{method.name}"{view}{teacher}'
+        return f"from trl_ext import RopeSFTConfig\n\nRopeSFTConfig({fields})"
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     return (
         "from transformers import AutoModelForCausalLM\n\nfrom rope_patch import patch_model\n\n"
@@ -141,14 +141,14 @@ def moves_frequencies(method: View | Rescaling) -> bool:
 
 
 def draw_view(axes: Axes, view: Any) -> str:
-    """Draw the position ID of each token of three documents (or layers) of `TOKENS` tokens."""
+    """Draw the position ID of each token of three documents of `TOKENS` tokens, or in each group of layers."""
     axes.plot([0, TOKENS], [0, TOKENS], color=GREY, linewidth=1, linestyle=":")
     for label, colour, index in lines_of(view):
         axes.plot(index, ".", markersize=2.5, color=COLOURS[colour], label=label)
     axes.set_xlabel("token")
     axes.set_ylabel("position ID")
-    what = "layers of a model" if view.layerwise else "documents of 128 tokens, or draws for one"
-    return f"Position IDs under `{view.name}`: one colour for each of three {what}. The dotted line is no view."
+    what = "each group of layers" if view.layerwise else f"each of three documents of {TOKENS} tokens"
+    return f"Position IDs under `{view.name}`, one colour for {what}. The dotted line is without a view."
 
 
 def lines_of(view: Any) -> Iterator[tuple[str | None, int, torch.Tensor]]:
@@ -158,18 +158,15 @@ def lines_of(view: Any) -> Iterator[tuple[str | None, int, torch.Tensor]]:
     one = torch.ones(rows, 1, dtype=torch.int64)
     documents = Documents(start=0 * one, length=TOKENS * one, ordinal=torch.arange(rows)[:, None])
     # a step each, so that what the documents of a step share is seen to change too
-    for row in range(rows):
-        key = DrawKey(seed=0, step=row, sample=documents.ordinal)
+    for row in range(1 if view.layerwise else rows):
         ids = torch.where(t % 16 == 15, 13, 0)  # every sixteenth token ends a sentence
-        drawn = view.draw_for(ids, t, documents, key)
-        groups = view.layer_groups(4, drawn) if view.layerwise else [([], view, drawn)]
-        if view.layerwise and row:
-            return
-        for colour, (layers, part, parameters) in enumerate(groups[:3]):
-            index = part.rope_index(t, parameters)
-            index = index.expand(rows, TOKENS)[row]
-            label = f"layers {', '.join(str(layer + 1) for layer in layers)} of 4" if layers else None
-            yield label, colour if layers else row, index
+        drawn = view.draw_for(ids, t, documents, DrawKey(seed=0, step=row, sample=documents.ordinal))
+        if not view.layerwise:
+            yield None, row, view.rope_index(t, drawn).expand(rows, TOKENS)[row]
+            continue
+        for colour, (layers, part, parameters) in enumerate(view.layer_groups(4, drawn)):
+            label = f"layers {', '.join(str(layer + 1) for layer in layers)} of 4"
+            yield label, colour, part.rope_index(t, parameters).expand(rows, TOKENS)[row]
 
 
 def draw_frequencies(axes: Axes, method: Any) -> str:
@@ -188,7 +185,7 @@ def draw_frequencies(axes: Axes, method: Any) -> str:
         rotary(torch.zeros(1), torch.tensor([[4 * WINDOW - 1]]))  # what depends on the length is drawn at four windows
         ratios = [model.model.rotary_emb.inv_freq / native]
         axes.set_ylim(0, 1.05)
-        what = "as it is saved with the model"
+        what = "in a text of four context windows"
     for colour, ratio in zip(COLOURS, ratios, strict=False):
         axes.plot(ratio.detach().flatten(), ".-", color=colour)
     axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
