@@ -22,6 +22,7 @@ import torch
 import yaml
 from datasets import Dataset
 from support.characters import CHARACTERS, character_tokenizer
+from support.pages import is_made
 from support.tiny import tiny
 from sybil import Document, Sybil
 from sybil.evaluators.python import PythonEvaluator
@@ -39,10 +40,9 @@ from trl_ext.recipes.stages import FIELDS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["benchmarks", "docs", "examples", "kernels", "research", "tests"]
-MADE = {ROOT / "docs" / name for name in ("_build", "methods", "tutorials", "command_line.md")}  # by `make docs`
 PAGES = [
     *ROOT.glob("*.md"),
-    *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md") if MADE.isdisjoint({page, *page.parents})),
+    *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md") if not is_made(page)),
 ]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 INSTRUCT, LLAMA, QWEN = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-4B"

@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 import yaml
-from support.pages import RESULTS, ROOT
+from support.pages import RESULTS, ROOT, is_made
 from support.training import trainer
 
 from rope_patch.patch import view_source
@@ -13,7 +13,7 @@ from rope_patch.rescalings import RESCALINGS
 from rope_patch.views import VIEWS
 from trl_ext.objectives import OBJECTIVES
 
-PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "command_line.md")]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if not is_made(p))]
 METHODS = {*VIEWS, *RESCALINGS, *OBJECTIVES}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.pages import is_made
 
 from rope_patch.version import __version__
 
@@ -32,8 +33,9 @@ RAW = "https://raw.githubusercontent.com/rope-patch/rope-patch"
 
 def files_under(folder):
     """Relative to `folder`, without what Python, an editable install and `make docs` leave behind."""
-    made = re.compile(r"(^|/)(__pycache__|[^/]*\.egg-info)/|^(_build|methods|tutorials)/|^command_line\.md$")
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    made = re.compile(r"(^|/)(__pycache__|[^/]*\.egg-info)/")
+    files = (path for path in folder.rglob("*") if path.is_file() and not is_made(path))
+    names = (path.relative_to(folder).as_posix() for path in files)
     return {name for name in names if not made.search(name)}
 
 

@@ -5,6 +5,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "research" / "results"
+MADE = {ROOT / "docs" / name for name in ("_build", "methods", "tutorials", "command_line.md")}
+"""What `make docs` writes."""
+
+
+def is_made(file):
+    """Whether `make docs` writes the file."""
+    return not MADE.isdisjoint({file, *file.parents})
 
 
 def text_of(page):
