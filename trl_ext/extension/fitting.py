@@ -71,16 +71,15 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
         made = choose(facts, changed_options, on)
         return fits(facts, made, on, engine_of(facts, changed_options, made, on))
 
-    found = []
     ways: dict[str, dict[str, Any]] = {}
     if options.train not in (None, "lora"):
         ways["--train lora"] = {"train": "lora"}
     if options.gradient_checkpointing is False and "gradient checkpointing" not in facts.missing:
         ways["--gradient-checkpointing"] = {"gradient_checkpointing": True}
     every = {name: value for changed in ways.values() for name, value in changed.items()}
-    found += [flags for flags, changed in ways.items() if would(**changed)]
+    found = [flags for flags, changed in ways.items() if would(**changed)]
     if len(ways) == 2 and not found and would(**every):
-        found.append(" ".join(ways))
+        found = [" ".join(ways)]
     lengths = list(_shorter(choices.rows.value["length"]))
     shorter = next((n for n in lengths if would(row_length=n)), None)
     if shorter is not None:
