@@ -48,6 +48,17 @@ SHAPES = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 40960,
     },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 64,

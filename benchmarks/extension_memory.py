@@ -61,6 +61,7 @@ CASES = {
     "qwen3-4b lora checkpointing": ("qwen3-4b", 16384, "lora", True, "native-distill"),
     "llama-8b lora": ("llama-3-8b", 8192, "lora", False, "native-distill"),
     "llama-8b lora checkpointing": ("llama-3-8b", 32768, "lora", True, "native-distill"),
+    "qwen3-8b lora checkpointing": ("qwen3-8b", 32768, "lora", True, "native-distill"),
 }
 
 

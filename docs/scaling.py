@@ -31,10 +31,6 @@ from trl_ext.recipes.engine_advice import model_on_meta  # noqa: E402
 PAGE = ROOT / "docs" / "scaling.md"
 RESULTS = ("distillation-step-h200.json", "self-distill-step-h200.json")
 NAMES = {"llama-3-8b": "Llama-3-8B", "qwen3-4b": "Qwen3-4B"}
-QWEN3_8B = {
-    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
-}  # fmt: skip
 GPU_GIB = 80
 HOUR = 3600
 TARGET = 1 << 20
@@ -246,7 +242,7 @@ def _on_meta(shape: str, all_weights: bool) -> Any:
 def extended_model(name: str) -> ModelFacts:
     """The facts of a model that `extend` plans for, from its config alone."""
     chats = SimpleNamespace(chat_template="of its own")
-    config = config_of("llama-3-8b") if name == "Llama-3-8B" else AutoConfig.for_model("qwen3", **QWEN3_8B)
+    config = config_of(name.lower())
     return ModelFacts(name, config, chats, config.max_position_embeddings, torch.bfloat16)
 
 
