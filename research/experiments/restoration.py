@@ -61,7 +61,7 @@ from result_parts import Parts
 from rope_patch import load_adapter, patch_model
 from rope_patch.eval import loss_by_position, read_texts, ruler, short_text, text_rows
 from rope_patch.eval.measures.harness import require_lm_eval
-from rope_patch.eval.measures.ruler import RulerPrompts
+from rope_patch.eval.measures.ruler_prompts import RulerPrompts
 from rope_patch.layout.special_tokens import SpecialTokens
 from ruler_prompts import RULER_TASKS, kept_prompts
 from trl_ext.data.long_documents import cut_into_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.checkpoints.full_disk import whole_file
-from rope_patch.eval.measures.ruler import TASKS, RulerPrompts, ruler_prompts
+from rope_patch.eval.measures.ruler_prompts import TASKS, RulerPrompts, ruler_prompts
 
 RULER_TASKS = [task for task in TASKS if task != "ruler_qa_hotpot"]  # LinearARD's twelve
 

@@ -73,7 +73,7 @@ class EvalPlan:
         lm_eval: lm-eval's tasks, by its names.
         lm_eval_data: folder with the data of lm-eval's tasks as TASK.jsonl(.xz); default: the hub.
         batch_size: maximum number of prompts answered at once; four times as many short requests share a forward pass.
-            Default: as many prompts as memory holds, 4 prompts of lm-eval's tasks, and 16 short requests.
+            Default: prompts with 8 GiB of keys and values, 4 prompts of lm-eval's tasks, and 16 short requests.
         seed: seed of the retrieval prompts.
         chat_template: whether retrieval, RULER, short text and lm-eval's tasks use the tokenizer's chat template;
             default: auto, if there is one, except for LAMBADA. Loss by position always reads raw text.
@@ -199,6 +199,12 @@ def run_suite(
         "special": [special.begin, special.end],
         "tokenizer": tokenizer_hash(tokenizer),
     }
+
+    def without_model(name: str) -> Remember:
+        """Stores what a measure makes of the tokenizer, the texts and its settings."""
+        key = {**text, "measure": name, "settings": _settings(MEASURES[name], settings, whole=False)}
+        return lambda part, make: stored.get({**key, "part": part}, make)
+
     window = plan.window
     for label, load in baseline_first(models).items():
         tell(f"{label}:")
@@ -242,6 +248,7 @@ def run_suite(
             checkpoints.get(label),
             memory=memory,
             is_kept=lambda name, keys=keys: stored.has(keys[name]),  # type: ignore[misc]
+            without_model=without_model,
         )
         del model
         for measure in plan.chosen:

@@ -84,8 +84,9 @@ def ask_greedily(
         model: a causal LM.
         questions: prompts, how long each reply may be, and right answers.
         pad_token: fills a batch of the model's `generate` after replies that have ended.
-        batch_size: most prompts that are held and decoded at once; None means as many as free memory holds.
-        prefill_chunk: prompt tokens that one forward reads; None chooses by free memory on a GPU, else 8192.
+        batch_size: most prompts that are held and decoded at once; None means as many as 8 GiB of keys and values, or
+            fewer where memory is short.
+        prefill_chunk: prompt tokens that one forward reads; None means 16384 on a GPU and 8192 on a CPU.
         done: called with the number of prompts that have been read.
     """
     subject = InferenceModel(model)

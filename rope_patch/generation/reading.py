@@ -13,8 +13,11 @@ from .kv_rows import KVRows
 
 # up to so many tokens, several prompts are read in one forward, even if they share more than it reuses
 _TOGETHER = {"cuda": 8192, "cpu": 256}
-_CHUNK_CPU = 8192
-_LEAST_CHUNK, _MOST_CHUNK = 1024, 131072
+_CHUNK = {"cuda": 16384, "cpu": 8192}  # tokens of a prompt that one forward reads
+_LEAST_CHUNK = 1024
+# Keys and values that are held at once. It is the same on each machine, because a reply can change with the number of
+# rows beside it: in 16 bits a matrix product of other rows rounds otherwise.
+_HELD = 8 << 30
 
 
 class Question(NamedTuple):
@@ -49,8 +52,8 @@ class Reader:
     Args:
         causal_lm: a causal LM that `KVRows` can read.
         kv_bytes: bytes of keys and values of one token.
-        batch_size: most prompts that are held at once; None means as many as free memory holds.
-        chunk: tokens of a prompt that one forward reads; None chooses by free memory.
+        batch_size: most prompts that are held at once; None means 8 GiB of keys and values.
+        chunk: tokens of a prompt that one forward reads; None means 16384 on a GPU and 8192 on a CPU.
     """
 
     def __init__(self, causal_lm: Any, kv_bytes: int, batch_size: int | None, chunk: int | None) -> None:
@@ -72,10 +75,13 @@ class Reader:
         ids = [torch.tensor(list(q.prompt), device=self.device) for q in in_order]
         # a row that has ended keeps decoding beside the others, until the longest reply ends
         capacity = max(map(len, ids)) + max(max(q.max_new_tokens, len(q.answer)) for q in in_order)
-        # an eighth is for the activations of a chunk, and a tenth for what nobody counts
-        n_rows = int(0.9 * free_bytes(self.device) * 7 / 8) // (self.kv_bytes * capacity)
-        n_rows = max(min(n_rows, len(ids), self.batch_size or len(ids)), 1)
-        chunk = self.chunk or self._chunk_in_memory(capacity * n_rows)
+        of_row = self.kv_bytes * capacity
+        n_rows = max(_HELD // of_row, 1)
+        # a quarter is for the activations of a chunk, and for what nobody counts
+        while n_rows > 1 and n_rows * of_row > 3 * free_bytes(self.device) // 4:
+            n_rows //= 2
+        n_rows = min(n_rows, len(ids), self.batch_size or len(ids))
+        chunk = self.chunk or _CHUNK.get(self.device.type, _CHUNK["cpu"])
         answered: list[Reply] = []
         while len(answered) < len(ids):
             out_of_memory = False
@@ -159,21 +165,6 @@ class Reader:
         """The new tokens of each row, with `logits` [rows, vocab_size] after the prompts."""
         lengths, limits = [len(q.prompt) for q in questions], [q.max_new_tokens for q in questions]
         return decode(rows, logits, lengths, limits, self.ends, Greedy())
-
-    def _chunk_in_memory(self, n_held: int) -> int:
-        """Tokens that one forward can read beside the keys and values of `n_held` tokens."""
-        if self.device.type != "cuda":
-            return _CHUNK_CPU
-        config = self.causal_lm.config.get_text_config(decoder=True)
-        hidden = config.hidden_size
-        inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
-        inner = inner if isinstance(inner, int) else 4 * hidden
-        experts = getattr(config, "num_experts_per_tok", None) or 1
-        # about what one token takes in a layer and between layers
-        element_size = self.causal_lm.get_input_embeddings().weight.element_size()
-        token_bytes = element_size * (16 * hidden + 6 * inner * experts)
-        left = free_bytes(self.device) - n_held * self.kv_bytes
-        return min(max(left // 4 // token_bytes, _LEAST_CHUNK), _MOST_CHUNK)
 
 
 def free_bytes(device: torch.device) -> int:

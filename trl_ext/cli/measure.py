@@ -291,7 +291,7 @@ def run_probe(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
     from rope_patch.eval import MEASURES, EvalPlan
-    from rope_patch.eval.measures.ruler import TASKS
+    from rope_patch.eval.measures.ruler_prompts import TASKS
 
     # RULER's tasks run here: lm-eval would cut their prompts to the window in the config, at lengths that it chooses
     of_ruler = [task for task in args.lm_eval if task in (*TASKS, "ruler")]
@@ -324,7 +324,7 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
     """
     from rope_patch.eval.measures.prompt_grid import shortest_prompt
     from rope_patch.eval.measures.retrieval import kinds_of
-    from rope_patch.eval.measures.ruler import SHORTEST_LENGTH
+    from rope_patch.eval.measures.ruler_prompts import SHORTEST_LENGTH
 
     shortest = max(1, min(plan.window or plan.length, plan.length) // SHORTEST)
     lengths = [shortest << k for k in range(40) if shortest << k < plan.length] + [plan.length]

@@ -30,6 +30,7 @@ class Job:
         checkpoint: hub id or folder of the model, for vLLM; None if it is in memory only.
         memory: measure -> function that stores its parts.
         is_kept: measure -> whether an earlier run stored its result.
+        without_model: measure -> function that stores what it makes once for all models, such as prompts.
         name: the running measure.
         done: measure -> its result, for the measures that have run.
         shared: results that one measure leaves for others that are measured together with it.
@@ -45,6 +46,7 @@ class Job:
     checkpoint: str | None
     memory: Callable[[str], Remember]
     is_kept: Callable[[str], bool]
+    without_model: Callable[[str], Remember]
     name: str = ""
     done: dict[str, Result] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)
@@ -53,6 +55,11 @@ class Job:
     def remember(self) -> Remember:
         """Stores parts of the running measure."""
         return self.memory(self.name)
+
+    @property
+    def for_all_models(self) -> Remember:
+        """Stores what the running measure makes without the model."""
+        return self.without_model(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

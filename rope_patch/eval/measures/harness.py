@@ -8,16 +8,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ...generation.generation import greedy_tokens
+from ...generation.generation import ask_greedily
+from ...generation.reading import Question
 from ...prompts.asking import TEMPLATE_OPTIONS
 from .subject import Subject
 
 Documents = Sequence[Mapping[str, Any]]
-_ALL = 1 << 20  # a batch size at which lm-eval hands over all requests of a task at once
 
 
 def local_task(
@@ -65,7 +64,7 @@ def local_task(
 def evaluate(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    task: Any,
+    tasks: Sequence[Any],
     *,
     batch_size: int | None,
     max_length: int,
@@ -73,76 +72,77 @@ def evaluate(
     samples: list[int] | None = None,
     chat: bool = False,
     greedy: bool = False,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Run one lm-eval task.
+) -> list[tuple[dict[str, float], list[dict[str, Any]]]]:
+    """Run lm-eval's tasks.
 
     Args:
         model: a causal LM in memory.
         tokenizer: tokenizer of the model.
-        task: task from `local_task`.
-        batch_size: prompts in a forward pass. With `greedy`, maximum number of prompts answered at once; None means as
-            many as memory holds.
+        tasks: tasks from `local_task`, of different names.
+        batch_size: prompts in a forward pass. With `greedy`, maximum number of prompts answered at once; None means
+            the number that `ask_greedily` chooses.
         max_length: tokens that a prompt and its answer may have. lm-eval's default is the window in the config, to
             which it cuts longer prompts without an error.
-        limit: maximum number of samples.
+        limit: maximum number of samples of each task.
         samples: indices of the documents to ask, in place of `limit`; None means all.
         chat: whether prompts are a user's message in the tokenizer's chat template.
-        greedy: whether `greedy_tokens` generates the answers, which is right if they are greedy and have no stop text.
+        greedy: whether `ask_greedily` answers all prompts of all tasks in one call, which is right if replies are
+            greedy and have no stop text.
 
     Returns:
-        The task's metrics without standard errors, and lm-eval's log of its samples.
+        Of each task its metrics without standard errors, and lm-eval's log of its samples.
     """
     subject = Subject(model)
     with quiet():
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
+        named = {task.config.task: task for task in tasks}
         with subject.evaluating():
             lm = (_greedy_lm(batch_size) if greedy else HFLM)(
                 pretrained=subject.causal_lm,
                 tokenizer=tokenizer,
-                batch_size=_ALL if greedy else batch_size,
+                batch_size=1 if greedy else batch_size,
                 max_length=max_length,
                 chat_template_args=TEMPLATE_OPTIONS if chat else None,
             )
-            name = task.config.task
             # not simple_evaluate, which seeds every generator of the process and calls git
             results = lm_eval.evaluate(
                 lm,
-                {"tasks": {name: task}, "groups": {}, "group_map": {}},
+                {"tasks": named, "groups": {}, "group_map": {}},
                 limit=limit,
-                samples=None if samples is None else {name: samples},
+                samples=None if samples is None else dict.fromkeys(named, samples),
                 bootstrap_iters=0,
                 log_samples=True,
                 apply_chat_template=chat,
             )
     assert results is not None  # it is None on ranks other than 0 only
-    metrics = {
-        key.removesuffix(",none"): value
-        for key, value in results["results"][name].items()
-        if isinstance(value, float) and "stderr" not in key
-    }
-    return metrics, results["samples"][name]
+    found = []
+    for name in named:
+        metrics = {
+            key.removesuffix(",none"): value
+            for key, value in results["results"][name].items()
+            if isinstance(value, float) and "stderr" not in key
+        }
+        found.append((metrics, results["samples"][name]))
+    return found
 
 
 def _greedy_lm(batch_size: int | None) -> Any:
-    """lm-eval's model class with generation by `greedy_tokens`."""
+    """lm-eval's model class with greedy replies by `ask_greedily`."""
     from lm_eval.models.huggingface import HFLM
 
     class GreedyLM(HFLM):
-        def _model_generate(self, context: torch.Tensor, max_length: int, stop: Any, **options: Any) -> torch.Tensor:
-            """Append answers [batch, n_new], right-padded, to prompts [batch, n], left-padded."""
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            texts, options = zip(*(request.args for request in requests), strict=True)
+            ids, mask = self.tok_batch_encode(list(texts))  # [n_requests, n], left-padded
+            questions = [
+                Question(row[real.bool()].tolist(), of["max_gen_toks"])
+                for row, real, of in zip(ids, mask, options, strict=True)
+            ]
             pad = self.tokenizer.pad_token_id
-            replies = greedy_tokens(
-                self.model,
-                [ids[real.bool()].tolist() for ids, real in zip(context, options["attention_mask"], strict=True)],
-                pad_token=pad,
-                max_new_tokens=max_length - context.shape[1],
-                batch_size=batch_size,
-            )
-            width = max(map(len, replies))
-            rows = torch.tensor([[*reply, *[pad] * (width - len(reply))] for reply in replies])
-            return torch.cat([context, rows.to(context.device)], dim=1)
+            replies = ask_greedily(self.model, questions, pad_token=pad, batch_size=batch_size)
+            return [self.tok_decode(reply.written) for reply in replies]
 
     return GreedyLM
 

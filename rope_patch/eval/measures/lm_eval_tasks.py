@@ -382,8 +382,8 @@ def _measure(
         chunk = max(PREFILL_CHUNK // batch_size, 1)
         task.set_config("generation_kwargs", {"prefill_chunk_size": chunk}, update=True)
     with token_bar(model, sum(sum(tokens[doc]) for doc in documents), leaf, show=progress):
-        metrics, logged = evaluate(
-            model, tokenizer, task, batch_size=batch_size, max_length=length, samples=documents, chat=chat
+        ((metrics, logged),) = evaluate(
+            model, tokenizer, [task], batch_size=batch_size, max_length=length, samples=documents, chat=chat
         )
     metric = _metric(task, leaf)
     first = min(logged, key=lambda s: s["doc_id"])

@@ -1,67 +1,33 @@
-"""RULER's 13 tasks through lm-eval, without the network: your text as haystack, and QA data from files."""
+"""RULER's 13 tasks, with the prompts, the metrics and the chat templates of lm-eval."""
 
-import random
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from io import StringIO
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ...prompts.asking import ChatTemplate, Frame, uses_chat_template
-from ...prompts.text import is_json_lines, read_json, read_json_lines
+from ...prompts.asking import ChatTemplate, uses_chat_template
 from ..results.cache import Remember, afresh
 from ..results.figures import Figure, add_legend, compact, draw_bars, new_figure
 from ..results.progress import token_bar
 from ..results.result import Pairs, Result
 from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position, draw_by_place
 from .base import Job, Measure
-from .harness import evaluate, local_task, quiet, quiet_import, require_lm_eval, sample_scores
+from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores
 from .retrieval_grid import RetrievalGrid
-from .squad import read_squad, readable
+from .ruler_prompts import RulerPrompts, ruler_prompts
 
 if TYPE_CHECKING:
     from ..suite import EvalPlan
 
-
-def _needles(haystack: str, key: str = "words", value: str = "numbers", **numbers: int) -> dict[str, Any]:
-    """Arguments of lm-eval's needle generator."""
-    return {"type_haystack": haystack, "type_needle_k": key, "type_needle_v": value, **numbers}
-
-
-# the arguments are those of lm-eval's task files
-_NEEDLES: dict[str, dict[str, Any]] = {
-    "niah_single_1": _needles("repeat"),
-    "niah_single_2": _needles("essay"),
-    "niah_single_3": _needles("essay", value="uuids"),
-    "niah_multikey_1": _needles("essay", num_needle_k=4),
-    "niah_multikey_2": _needles("needle"),
-    "niah_multikey_3": _needles("needle", key="uuids", value="uuids"),
-    "niah_multivalue": _needles("essay", num_needle_v=4),
-    "niah_multiquery": _needles("essay", num_needle_q=4),
-}
-_SEED = 42  # lm-eval's
-SHORTEST_LENGTH = 4096
-"""RULER's shortest length, in tokens; its generators cannot fill much shorter prompts."""
-_VT_EXAMPLE = 500  # tokens of the example that lm-eval puts before a prompt of variable tracking
-_FWE_SHORTEST = 200  # lm-eval draws one word for 50 tokens, and the prompt asks for the first three by frequency
+# most tokens of a reply, as lm-eval's task files have them
+_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+# of the prompts of tasks that are asked in one call: a killed run loses no more
+_TOKENS_AT_ONCE = 1 << 22
 _SHOWN = 200  # characters at the end of a prompt that are stored with its reply: its question
-TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
-# task -> the argument of `ruler` that it needs
-_NEEDS = {
-    **{name: "haystack" for name, options in _NEEDLES.items() if options["type_haystack"] == "essay"},
-    "ruler_qa_squad": "squad",
-    "ruler_qa_hotpot": "hotpotqa",
-}
-RulerPrompts = dict[tuple[int, str], list[dict[str, Any]]]
-"""(length, task) -> lm-eval's documents."""
 
 
 @dataclass(frozen=True)
@@ -189,12 +155,12 @@ def ruler(
         model: a causal LM.
         tokenizer: tokenizer of the model.
         lengths: tokens of a prompt and its answer together.
-        tasks: names from `rope_patch.eval.measures.ruler.TASKS`; None means all whose data are given.
+        tasks: names from `rope_patch.eval.measures.ruler_prompts.TASKS`; None means all whose data are given.
         samples: prompts of each task and length; RULER takes 500.
         haystack: text in place of the essays, for the five tasks that hide needles in running text.
         squad: SQuAD's JSON file, or .jsonl(.xz, .gz) with `title`, `context` and `qas` [question, answers].
         hotpotqa: HotpotQA's JSON file, or .jsonl(.xz, .gz) with `question`, `answer`, `context` [title, sentences].
-        batch_size: maximum number of prompts in memory and answered at once; None means as many as fit.
+        batch_size: maximum number of prompts in memory and answered at once; None means 8 GiB of keys and values, as in `ask_greedily`.
         chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. Lengths
             include it.
         progress: whether to show a bar over tasks and lengths.
@@ -224,199 +190,84 @@ def ruler(
     )
     chosen = list(dict.fromkeys(task for _, task in documents))
     result = Ruler(list(lengths), {task: [] for task in chosen}, samples, [], {task: [] for task in chosen}, [])
-    cells = [(length, task) for length in lengths for task in chosen]
-    for n, task in tqdm(cells, desc="RULER", unit="task", disable=not progress):
-        measure = partial(_measure, model, tokenizer, task, documents[n, task], n, batch_size, chat, progress)
-        value = remember({"task": task, "length": n}, measure)
-        result.scores[task].append(value["score"])
-        result.prompt_scores[task].append(value["scores"])
-        result.replies.append(value["reply"])
-        if value["answer_positions"] is not None:
-            result.answer_positions.append(value["answer_positions"])
+    for length in lengths:
+        at_once = max(_TOKENS_AT_ONCE // (length * samples), 1)
+        for first in range(0, len(chosen), at_once):
+            together = {task: documents[length, task] for task in chosen[first : first + at_once]}
+            measured: dict[str, dict[str, Any]] = {}
+
+            def cell(task: str, together: Any = together, measured: Any = measured, n: int = length) -> dict[str, Any]:
+                if not measured:
+                    measured.update(_measure(model, tokenizer, together, n, batch_size, chat, progress))
+                value: dict[str, Any] = measured[task]
+                return value
+
+            for task in together:
+                value = remember({"task": task, "length": length}, partial(cell, task))
+                result.scores[task].append(value["score"])
+                result.prompt_scores[task].append(value["scores"])
+                result.replies.append(value["reply"])
+                if value["answer_positions"] is not None:
+                    result.answer_positions.append(value["answer_positions"])
     return result
-
-
-def ruler_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    lengths: Sequence[int],
-    *,
-    tasks: Sequence[str] | None = None,
-    samples: int = 100,
-    haystack: str | None = None,
-    squad: str | Path | None = None,
-    hotpotqa: str | Path | None = None,
-    chat_template: ChatTemplate = "auto",
-    progress: bool = True,
-) -> RulerPrompts:
-    """The prompts of `ruler`, with the same arguments. Making many long prompts takes minutes.
-
-    Returns:
-        (length, task) -> lm-eval's documents, as JSON values.
-    """
-    require_lm_eval()
-    data = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
-    chosen = chosen_tasks(tasks, **data)
-    frame = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
-    cells = [(length, task) for length in lengths for task in chosen]
-    return {
-        (n, task): _documents(task, tokenizer, n, frame, samples, data.get(_NEEDS.get(task, "")))
-        for n, task in tqdm(cells, desc="RULER prompts", unit="task", disable=not progress)
-    }
-
-
-def chosen_tasks(tasks: Sequence[str] | None, **data: Any) -> list[str]:
-    """Names of the tasks that are measured; `data` are haystack, squad and hotpotqa, as in `ruler`."""
-    chosen = [t for t in TASKS if t not in _NEEDS or data[_NEEDS[t]] is not None] if tasks is None else list(tasks)
-    for task in chosen:
-        if task not in TASKS:
-            raise ValueError(f"unknown RULER task {task!r}. Known: {', '.join(TASKS)}.")
-        if task in _NEEDS and data[_NEEDS[task]] is None:
-            raise ValueError(f"RULER's {task} needs {_NEEDS[task]}: give it, or leave the task out.")
-        if task in _QA:
-            _QA[task](Path(data[_NEEDS[task]]))  # raises for a file of another form
-    return chosen
-
-
-def _documents(
-    task: str, tokenizer: PreTrainedTokenizerBase, length: int, frame: int, samples: int, source: str | Path | None
-) -> list[dict[str, Any]]:
-    """lm-eval's documents of one task and length, made from `source`; `frame` tokens stand around each prompt."""
-    room = length - frame
-    with _generators(task, length) as lm_eval:
-        if task in _NEEDLES:
-            kind = _NEEDLES[task]["type_haystack"]
-            essay = re.sub(r"\s+", " ", str(source)).split(" ")
-            return lm_eval.prepare_niah.generate_samples(
-                essay if kind == "essay" else lm_eval.prepare_niah.get_haystack(kind),
-                max_seq_length=room,
-                template=lm_eval.niah_utils.TEMPLATE,
-                num_samples=samples,
-                TOKENIZER=tokenizer,
-                **_NEEDLES[task],
-            )
-        if task == "ruler_vt":
-            make = lm_eval.vt_utils.sys_vartrack_w_noise_random
-            _require_room(task, tokenizer, _VT_EXAMPLE, lm_eval.vt_utils, (5, 1, 4, True), 30)
-            (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=_VT_EXAMPLE, incremental=5)
-            shown = f"{example['input']} {' '.join(example['outputs'])}\n\n"
-            _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30 + frame, shown)
-            return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=room, icl_example=example)
-        if task == "ruler_cwe":
-            _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, room), 120 + frame)
-            return lm_eval.cwe_utils.sys_word_pair_random(num_samples=samples, max_seq_length=room, tokenizer=tokenizer)
-        if task == "ruler_fwe":
-            empty = lm_eval.fwe_utils.TEMPLATE.format(context="", query="")
-            _require_tokens(task, length, frame + max(_FWE_SHORTEST, len(tokenizer(empty)["input_ids"])))
-            return lm_eval.fwe_utils.sys_kwext(tokenizer=tokenizer, max_seq_length=room, num_samples=samples)
-        qas, docs = _QA[task](Path(source or ""))
-        return lm_eval.qa_utils.generate_samples(
-            tokenizer=tokenizer, docs=docs, qas=qas, max_seq_length=room, num_samples=min(samples, len(qas))
-        )
-
-
-@contextmanager
-def _generators(task: str, length: int) -> Iterator[Any]:
-    """lm-eval's generator modules, repeatable and offline inside the block, without their progress bars.
-
-    Sentences are split by punctuation: NLTK's splitter needs a download, and the places of needles do not need a better
-    one. Prompts that do not fit in `length` raise ValueError.
-    """
-    with quiet_import():
-        from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils
-    modules: dict[str, Any] = {
-        m.__name__.rpartition(".")[2]: m for m in (cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils)
-    }
-    split = lru_cache(maxsize=4)(lambda text: re.split(r"(?<=[.!?])\s+", text))
-    replaced = [(m, "tqdm", lambda items, **_: items) for m in modules.values() if hasattr(m, "tqdm")]
-    replaced.append((prepare_niah, "cached_sent_tokenize", split))
-    before = [getattr(m, name) for m, name, _ in replaced]
-    states = random.getstate(), cwe_utils.RNG.getstate()
-    for m, name, value in replaced:
-        setattr(m, name, value)
-    random.seed(_SEED)
-    cwe_utils.RNG.seed(_SEED)
-    try:
-        with redirect_stdout(StringIO()):  # one of them prints its search for a length
-            yield SimpleNamespace(**modules)
-    except ValueError as error:
-        if not str(error).startswith("Could not generate"):
-            raise
-        # lm-eval's error names arguments that users of `ruler` do not have
-        raise ValueError(
-            f"{length} tokens are too few for RULER's {task} with its answer: use a longer length, such as "
-            f"{SHORTEST_LENGTH}, RULER's shortest, or leave the task out."
-        ) from error
-    finally:
-        random.setstate(states[0])
-        cwe_utils.RNG.setstate(states[1])
-        for (m, name, _), value in zip(replaced, before, strict=True):
-            setattr(m, name, value)
-
-
-def _require_room(
-    task: str,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    generator: Any,
-    least: tuple[int, ...],
-    more: int,
-    shown: str = "",
-) -> None:
-    """Raise ValueError unless a generator's shortest prompt fits; otherwise lm-eval would search forever.
-
-    `least` are the arguments of its shortest prompt, `more` the tokens of the answer and around the prompt, and `shown`
-    is an example before the prompt.
-    """
-    rng = getattr(generator, "RNG", random)
-    states = random.getstate(), rng.getstate()
-    parts = generator.generate_input_output(*least)
-    rng.setstate(states[1])
-    random.setstate(states[0])  # so that lm-eval's own first draw is the same
-    prompt = "\n".join([*parts[:-1], " ".join(map(str, parts[-1]))])
-    _require_tokens(task, length, more + sum(len(tokenizer(text)["input_ids"]) for text in (prompt, shown) if text))
-
-
-def _require_tokens(task: str, length: int, needed: int) -> None:
-    if needed > length:
-        raise ValueError(
-            f"{length} tokens are too few for RULER's {task}, which takes {needed} with its answer: use a longer "
-            "length, or leave the task out."
-        )
 
 
 def _measure(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    task: str,
-    documents: list[dict[str, Any]],
+    documents: Mapping[str, list[dict[str, Any]]],
     length: int,
     batch_size: int | None,
     chat: bool,
     progress: bool,
-) -> dict[str, Any]:
-    """The stored result of one task and length."""
+) -> dict[str, dict[str, Any]]:
+    """Task -> its stored result at one length; all tasks are asked in one call."""
+    tasks = [_task(name, of_task) for name, of_task in documents.items()]
+    n_prompts = sum(map(len, documents.values()))
+    with token_bar(model, length * n_prompts, f"RULER at {length}", show=progress):
+        found = evaluate(
+            model,
+            tokenizer,
+            tasks,
+            batch_size=batch_size,
+            max_length=length + max(_NEW_TOKENS.values()),
+            chat=chat,
+            greedy=True,
+        )
+    return {
+        name: _stored(name, length, metrics["score"], logged)
+        for name, (metrics, logged) in zip(documents, found, strict=True)
+    }
+
+
+def _task(name: str, documents: list[dict[str, Any]]) -> Any:
+    """lm-eval's task on these documents."""
     with quiet():
         from lm_eval.tasks.ruler import common_utils
 
-        metric = common_utils.string_match_part if "qa" in task else common_utils.string_match_all
+        metric = common_utils.string_match_part if "qa" in name else common_utils.string_match_all
 
         def score(doc: dict[str, Any], replies: list[str]) -> dict[str, float]:
             return {"score": metric(common_utils.postprocess_pred(replies), [doc["outputs"]])}
 
-        new_tokens = {"ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}.get(task, 32 if "qa" in task else 128)
-        loaded = local_task(
-            task,
+        return local_task(
+            name,
             documents,
             "test",
             process_results=score,
             # lm-eval's tasks have a metric for each of a fixed list of lengths, -1 where nothing was measured
             metric_list=[{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
-            generation_kwargs={"do_sample": False, "temperature": 0.0, "max_gen_toks": new_tokens, "until": []},
+            generation_kwargs={
+                "do_sample": False,
+                "temperature": 0.0,
+                "max_gen_toks": _NEW_TOKENS[name.removeprefix("ruler_").partition("_")[0]],
+                "until": [],
+            },
         )
-    with token_bar(model, length * len(documents), f"{task} at {length}", show=progress):
-        metrics, logged = evaluate(
-            model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens, chat=chat, greedy=True
-        )
+
+
+def _stored(task: str, length: int, score: float, logged: list[dict[str, Any]]) -> dict[str, Any]:
+    """The stored result of one task and length, from lm-eval's log of its samples."""
     curve = None
     if task == "niah_multikey_2":
         places = [s["doc"]["input"].index(s["doc"]["outputs"][0]) / len(s["doc"]["input"]) for s in logged]
@@ -425,7 +276,7 @@ def _measure(
         curve = accuracy_by_answer_position(grid).curves[0]
     first = min(logged, key=lambda s: s["doc_id"])
     return {
-        "score": metrics["score"],
+        "score": score,
         "answer_positions": curve,
         "scores": sample_scores(logged, "score"),
         "reply": {
@@ -437,47 +288,6 @@ def _measure(
             "score": float(first["score"]),
         },
     }
-
-
-def _squad(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Questions and paragraphs for lm-eval's generator, from SQuAD's JSON file or from JSON lines."""
-    paragraphs = read_squad(file)
-    docs = sorted({p.text for p in paragraphs})
-    index = {text: i for i, text in enumerate(docs)}
-    by_title: dict[str, list[int]] = {}
-    for p in paragraphs:
-        by_title.setdefault(p.title, []).append(index[p.text])
-    questions = []
-    for p in paragraphs:
-        more = [i for i in by_title[p.title] if i != index[p.text]]
-        for question, answers in p.questions:
-            questions.append({"query": question, "outputs": answers, "context": [index[p.text]], "more_context": more})
-    if not questions:
-        raise ValueError(f"{file} has no question with an answer.")
-    return questions, docs
-
-
-def _hotpotqa(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Questions and paragraphs for lm-eval's generator, from HotpotQA's JSON file or from JSON lines."""
-
-    def texts(item: dict[str, Any]) -> list[str]:
-        return [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
-
-    with readable(file, "HotpotQA's own JSON file, or JSON lines with question, answer and context"):
-        items: list[Any] = (
-            list(read_json_lines(file)) if is_json_lines(file) else read_json(file.read_text(encoding="utf-8"))
-        )
-        docs = sorted({text for item in items for text in texts(item)})
-        index = {text: i for i, text in enumerate(docs)}
-        questions = [
-            {"query": i["question"], "outputs": [i["answer"]], "context": [index[t] for t in texts(i)]} for i in items
-        ]
-    if not questions:
-        raise ValueError(f"{file} has no questions.")
-    return questions, docs
-
-
-_QA = {"ruler_qa_squad": _squad, "ruler_qa_hotpot": _hotpotqa}
 
 
 def _prompt_options(plan: "EvalPlan", texts: list[str]) -> dict[str, Any]:
@@ -493,14 +303,22 @@ def _prompt_options(plan: "EvalPlan", texts: list[str]) -> dict[str, Any]:
 
 def _measured(job: Job) -> Ruler:
     plan = job.plan
+    lengths = plan.ruler_lengths or plan.lengths
+
+    def make() -> dict[str, Any]:
+        made = ruler_prompts(job.tokenizer, lengths, samples=plan.ruler_samples, **_prompt_options(plan, job.texts))
+        return {"cells": [[*cell, documents] for cell, documents in made.items()]}
+
+    kept = job.for_all_models({"prompts": lengths, "tasks": plan.ruler_tasks}, make)
     return ruler(
         job.model,
         job.tokenizer,
-        plan.ruler_lengths or plan.lengths,
+        lengths,
         samples=plan.ruler_samples,
         batch_size=plan.batch_size,
+        chat_template=plan.chat_template,
         remember=job.remember,
-        **_prompt_options(plan, job.texts),
+        prompts={(length, task): documents for length, task, documents in kept["cells"]},
     )
 
 

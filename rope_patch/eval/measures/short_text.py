@@ -205,10 +205,10 @@ def short_text(
         else:
             documents = [benchmark.convert(row) for row in islice(benchmark_rows(name, file), limit)]
             task = local_task(name, documents, benchmark.split, **benchmark.overrides)
-        metrics, logged = evaluate(
+        ((metrics, logged),) = evaluate(
             model,
             tokenizer,
-            task,
+            [task],
             batch_size=batch_size,
             max_length=max_length,
             limit=limit,

@@ -21,7 +21,7 @@ from support.tiny import tiny
 from rope_patch.eval import EvalPlan, Ruler, lm_eval_tasks, ruler, run_suite, short_text
 from rope_patch.eval.measures.harness import evaluate, quiet, task_index
 from rope_patch.eval.measures.lm_eval_tasks import SUGGESTED, _leaves, check_tasks
-from rope_patch.eval.measures.ruler import TASKS, chosen_tasks, ruler_prompts
+from rope_patch.eval.measures.ruler_prompts import TASKS, chosen_tasks, ruler_prompts
 from rope_patch.eval.measures.short_text import BENCHMARKS, benchmark_rows, chosen_benchmarks
 from rope_patch.eval.results.cache import afresh
 from trl_ext import cli
@@ -236,6 +236,17 @@ def test_ruler_of_a_model_that_always_or_never_finds(tmp_path):
     assert type(always).from_dict(json.loads(json.dumps(always.to_dict()))) == always
 
 
+def test_prompts_of_several_processes_are_those_of_one(monkeypatch):
+    options = {"tasks": ["niah_single_2", "niah_multikey_2", "ruler_fwe"], "samples": 2, "haystack": TEXT}
+    alone = ruler_prompts(TOKENIZER, [1500, 2500], **options, progress=False)
+    monkeypatch.setattr(sys.modules["rope_patch.eval.measures.ruler_prompts"], "_TOKENS", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    together = ruler_prompts(TOKENIZER, [1500, 2500], **options, progress=False)
+    assert together == alone and list(together) == list(alone)
+    with pytest.raises(ValueError, match="^200 tokens are too few for RULER's niah_"):
+        ruler_prompts(TOKENIZER, [200, 1500], **options, progress=False)
+
+
 def test_a_file_with_few_questions_gives_fewer_prompts_than_were_asked_for(tmp_path):
     towns = [
         {"title": f"t{k}", "paragraphs": [
@@ -299,18 +310,20 @@ def test_greedy_answers_are_those_of_lm_evals_own_generation(at_once, monkeypatc
     """Prompts of several lengths, which lm-eval pads on the left."""
     logged, ours = {}, evaluate
 
-    def watched(model, tokenizer, task, *, greedy, **options):
+    def watched(model, tokenizer, tasks, *, greedy, **options):
         assert greedy
         for way in (True, False):
             options["batch_size"] = at_once if way else 1
-            metrics, samples = ours(model, tokenizer, task, greedy=way, **options)
-            logged[way] = [s["resps"] for s in sorted(samples, key=lambda s: s["doc_id"])]
-        return metrics, samples
+            found = ours(model, tokenizer, tasks, greedy=way, **options)
+            logged[way] = [[s["resps"] for s in sorted(of, key=lambda s: s["doc_id"])] for _, of in found]
+        return found
 
     monkeypatch.setattr(sys.modules["rope_patch.eval.measures.ruler"], "evaluate", watched)
     model = tiny(vocab_size=CHARACTERS, max_position_embeddings=4096)
-    ruler(model, TOKENIZER, [900], tasks=["niah_multikey_2"], samples=4, progress=False)
-    assert logged[True] == logged[False] and len({str(r) for r in logged[True]}) > 1
+    # of two tasks, whose replies have limits of their own, in one call
+    ruler(model, TOKENIZER, [900], tasks=["niah_multikey_2", "ruler_fwe"], samples=4, progress=False)
+    assert logged[True] == logged[False] and [len(of) for of in logged[True]] == [4, 4]
+    assert len({str(r) for r in logged[True][0]}) > 1
 
 
 def test_question_answering_reads_the_datasets_own_files(tmp_path):
