@@ -160,7 +160,7 @@ def ruler(
         haystack: text in place of the essays, for the five tasks that hide needles in running text.
         squad: SQuAD's JSON file, or .jsonl(.xz, .gz) with `title`, `context` and `qas` [question, answers].
         hotpotqa: HotpotQA's JSON file, or .jsonl(.xz, .gz) with `question`, `answer`, `context` [title, sentences].
-        batch_size: maximum number of prompts in memory and answered at once; None means 8 GiB of keys and values, as in `ask_greedily`.
+        batch_size: maximum number of prompts in memory and answered at once; None means 8 GiB of keys and values.
         chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. Lengths
             include it.
         progress: whether to show a bar over tasks and lengths.
