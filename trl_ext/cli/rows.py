@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engines.device import choose_device
-from ..rows.row import KINDS
+from ..rows.row import ASKING, KINDS
 from ..rows.row_file import contents, require_row_file, write_rows
 from .hub_revision import add_model_revision
 
@@ -84,7 +84,7 @@ def run_rows(args: argparse.Namespace) -> int:
 
     device = choose_device(args.device, torch.cuda.is_available())
     counts = rows_by_kind(args.rows, args.shares)
-    if {"text", "questions"} & counts.keys() and not args.text:
+    if {"text", *ASKING} & counts.keys() and not args.text:
         raise ValueError("--text must name files, as --shares asks for text or questions.")
     spec = ModelSpec(Path(args.model).name, args.model, None, {}, argument="MODEL").of_revision(args.model_revision)
     spec.check()

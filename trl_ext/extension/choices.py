@@ -12,6 +12,7 @@ from rope_patch.rescalings import RESCALINGS
 
 from ..memory.step import Memory, Step, peak_memory
 from ..rows.mix import rows_by_kind
+from ..rows.row import ASKING
 from .facts import ModelFacts
 from .machine import GIB, Machine
 from .options import FACTS, ROWS_PER_STEP, ExtendOptions
@@ -41,6 +42,12 @@ _KINDS = {
     "chats": "chats that it writes itself",
     "own_texts": "texts that it writes itself",
     "questions": "questions about facts hidden in your texts",
+    "chain": "chains of names to follow",
+    "values": "several values of a name",
+    "count": "counts and lists",
+    "order": "which comes first",
+    "comparison": "which is larger",
+    "passage": "sentences of your texts that follow, or lack a word",
 }
 _TRAINED = {
     "all": "all weights",
@@ -313,7 +320,7 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) 
         reason = "Texts keep reading, its own words keep its wording, and questions teach to find what is far away."
         return Choice("rows", value, text, reason, _basis(length == facts.window and facts.is_chat), flag)
     reason = "Measured were 256 rows of the context window, a third of each kind."
-    if options.facts != FACTS and "questions" not in shares:
+    if options.facts != FACTS and not shares.keys() & set(ASKING):
         reason += " --facts has no effect: there are no questions."
     if options.own_tokens is not None and not {"chats", "own_texts"} & shares.keys():
         reason += " --own-tokens has no effect: the model writes none of the rows."

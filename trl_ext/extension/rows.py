@@ -1,5 +1,6 @@
 """The training rows of an extension."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from ..engines.device import free_memory
 from ..rows.mix import SHORT_FACTS, make_rows
 from ..rows.questions import question_rows
+from ..rows.row import ASKING
 from ..rows.row_file import contents, write_rows
 from ..rows.sampling import sampled_chats, sampled_texts, until
 from .choices import Choices
@@ -19,17 +21,15 @@ _TEXT_TOKENS = 1024
 
 
 def check(facts: ModelFacts, choices: Choices, texts: list[str]) -> None:
-    """Make a row of questions of each length, to raise ValueError before any work if they do not fit."""
+    """Make a row of each kind with questions and of each length, to raise ValueError before any work if none fits."""
     value = choices.rows.value
-    if "questions" not in value["shares"]:
-        return
-    for length in row_counts(choices):
+    for kind, length in product([kind for kind in ASKING if kind in value["shares"]], row_counts(choices)):
         n = value["facts"] if length == value["length"] else min(value["facts"], SHORT_FACTS)
         try:
-            question_rows(facts.tokenizer, texts, 1, length=length, facts=n, chat=float(facts.is_chat))
+            question_rows(facts.tokenizer, texts, 1, length=length, kind=kind, facts=n, chat=float(facts.is_chat))
         except ValueError as error:
             raise ValueError(
-                f"rows of {length:,} tokens are too short for questions: {error} Give a larger --row-length, smaller "
+                f"rows of {length:,} tokens are too short for {kind}: {error} Give a larger --row-length, smaller "
                 "--facts, or --short 0 to leave out the short rows."
             ) from error
 

@@ -10,31 +10,37 @@ _LETTERS = "BCDFGHJKLMNPRSTVWXZ"  # without vowels: no words
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A sentence to be hidden, the question about it, and its answer.
+class Question:
+    """A question and its answer.
 
     Args:
-        sentence: what is hidden.
         question: what is asked.
         lead: how the reply begins, up to the answer, without a space at its end.
         answer: the rest of the reply, with the space before it.
     """
 
-    sentence: str
     question: str
     lead: str
     answer: str
 
     @classmethod
-    def of(cls, wording: FactWording, name: str, value: str) -> "Fact":
-        """A fact in one wording."""
-        lead, rest = wording.reply.split("{value}")
-        return cls(
-            wording.fact.format(name=name, value=value),
-            wording.question.format(name=name),
-            lead.format(name=name).rstrip(" "),
-            f" {value}{rest}",
-        )
+    def of(cls, question: str, reply: str, answer: str, **names: str) -> "Question":
+        """A question in one wording, with `{answer}` in its reply and the placeholders `names`."""
+        lead, rest = reply.split("{answer}")
+        return cls(question.format(**names), lead.format(**names).rstrip(" "), f" {answer}{rest}")
+
+
+@dataclass(frozen=True)
+class Fact(Question):
+    """A question about one sentence, which is hidden in a text."""
+
+    sentence: str
+
+    @classmethod
+    def told(cls, wording: FactWording, name: str, value: str) -> "Fact":
+        """A fact in one wording, told and asked."""
+        asked = Question.of(wording.question, wording.reply.replace("{value}", "{answer}"), value, name=name)
+        return cls(**vars(asked), sentence=wording.fact.format(name=name, value=value))
 
 
 def draw_facts(n: int, rng: random.Random) -> list[Fact]:
@@ -43,18 +49,20 @@ def draw_facts(n: int, rng: random.Random) -> list[Fact]:
     names: list[str] = []
     values: list[str] = []
     while len(names) < n:
-        name, value = _name(rng), _value(wording.value, rng)
+        name, value = draw_name(rng), draw_value(wording.value, rng)
         if name not in (*names, *values) and value not in (*names, *values, name):
             names.append(name)
             values.append(value)
-    return [Fact.of(wording, name, value) for name, value in zip(names, values, strict=True)]
+    return [Fact.told(wording, name, value) for name, value in zip(names, values, strict=True)]
 
 
-def _name(rng: random.Random) -> str:
+def draw_name(rng: random.Random) -> str:
+    """A made-up name."""
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 3)))).capitalize()
 
 
-def _value(kind: ValueKind, rng: random.Random) -> str:
+def draw_value(kind: ValueKind, rng: random.Random) -> str:
+    """A made-up value."""
     if kind == "number":
         return str(rng.randrange(10 ** rng.choice((2, 3, 4, 5)), 10**6))
     if kind == "year":
@@ -63,4 +71,4 @@ def _value(kind: ValueKind, rng: random.Random) -> str:
         return f"{rng.choice(_LETTERS)}{rng.choice(_LETTERS)}{rng.randrange(10, 10_000)}"
     if kind == "time":
         return f"{rng.randrange(24):02}:{rng.randrange(60):02}"
-    return _name(rng)
+    return draw_name(rng)

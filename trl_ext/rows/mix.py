@@ -13,7 +13,7 @@ from rope_patch.layout.special_tokens import SpecialTokens
 
 from .pieces import Pieces
 from .questions import draw_question_rows, require_share_of_chats
-from .row import KINDS, Kind, Row
+from .row import ASKING, KINDS, Kind, Row
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -72,13 +72,13 @@ def make_rows(
         tokenizer: of the model.
         n: rows of `length` tokens, counted before some are made as shorter ones.
         length: tokens of a row, special ones included: the window that the model was trained on.
-        texts: documents for "text" and "questions".
+        texts: documents for "text", "questions" and skills.
         chats: of `own_chats`, for "chats"; or a function that samples them, called after all other rows are made.
         own_texts: of `own_texts`, for "own_texts"; or such a function.
         shares: kind -> weight, of which each row kind gets its part; None means equal parts of text, chats and
-            questions.
+            questions. "chain", "values", "count", "order", "comparison" and "passage" are questions that take a skill.
         short: share of rows made as shorter ones, from 0 to 1.
-        facts: facts hidden in a row of questions; at most three in a short one.
+        facts: facts hidden in a row of questions or of a skill; at most three in a short one.
         chat: share of question rows in the chat template; None means half, and 0 for a tokenizer without a template.
         label_all: whether all tokens of rows other than questions are labelled; else none is.
         seed: of everything that is drawn.
@@ -99,7 +99,7 @@ def make_rows(
             _require_texts(kind, sources[kind])  # type: ignore[arg-type]
     if chat is None:
         chat = 0.5 if getattr(tokenizer, "chat_template", None) else 0.0
-    pieces = Pieces(tokenizer, texts) if {"text", "questions"} & counts.keys() else None
+    pieces = Pieces(tokenizer, texts) if {"text", *ASKING} & counts.keys() else None
     rows: list[Row] = []
     for kind, count in sorted(counts.items(), key=lambda item: item[0] in sources):
         if kind in sources:
@@ -118,15 +118,14 @@ def make_rows(
                     made = _text_rows(pieces, size, label_all, rng)
                 else:
                     assert pieces is not None
-                    if size == length:
-                        made = draw_question_rows(pieces, length=size, facts=facts, chat=chat, rng=rng)
-                    else:
-                        n_facts = min(facts, SHORT_FACTS)
-                        advice = (
-                            f"Short rows have an eighth of length {length}: give a larger length, or short=0 "
-                            "(--short 0), which makes no short rows."
-                        )
-                        made = draw_question_rows(pieces, length=size, facts=n_facts, chat=chat, rng=rng, advice=advice)
+                    options: dict[str, Any] = {"facts": facts}
+                    if size != length:
+                        options = {
+                            "facts": min(facts, SHORT_FACTS),
+                            "advice": f"Short rows have an eighth of length {length}: give a larger length, or short=0 "
+                            "(--short 0), which makes no short rows.",
+                        }
+                    made = draw_question_rows(pieces, length=size, kind=kind, chat=chat, rng=rng, **options)
                 for row in islice(made, several):
                     rows.append(row)
                     bar.update(size / length)

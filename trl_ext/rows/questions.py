@@ -1,19 +1,25 @@
-"""Rows of text with hidden facts, and questions about them at the end whose answers are labelled."""
+"""Rows of text with hidden sentences, and questions about them at the end whose answers are labelled."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
 from rope_patch.prompts.needles import ends_sentence
 
-from .facts import Fact, draw_facts
+from .facts import Question, draw_facts
 from .pieces import Pieces
-from .row import Row
+from .row import Kind, Row
+from .skills import draw_passages, draw_skill, n_passages
 from .turns import ChatTurns, require_template
 from .wordings import FILLERS
 
 _FILLER_SHARE = 0.25  # of rows whose facts are hidden in short filler
+_TRIES = 50  # pieces of text in which sentences to ask about are looked for
+
+Turns = Callable[[int], ChatTurns]
+"""The turns around a number of questions."""
 
 
 def question_rows(
@@ -22,6 +28,7 @@ def question_rows(
     n: int,
     *,
     length: int,
+    kind: Kind = "questions",
     facts: int = 8,
     chat: float = 0.5,
     seed: int = 0,
@@ -38,19 +45,19 @@ def question_rows(
         texts: documents to hide facts in; a quarter of the rows has repeated filler instead.
         n: rows.
         length: tokens of each row, exactly, special ones included.
+        kind: "questions", or a skill: "chain", "values", "count", "order", "comparison" or "passage".
         facts: sentences that are hidden in a row, and asked for.
         chat: share of rows in the tokenizer's chat template, from 0 to 1; the others are raw text.
         seed: of everything that is drawn.
 
     Raises:
-        ValueError: `chat` out of range, `length` is too short for so many facts, texts too short for `length`, or
-            `chat` above 0 for a tokenizer without a chat template.
+        ValueError: `chat` out of range, `length` is too short for so many facts, texts too short for `length` or
+            without sentences that a passage needs, or `chat` above 0 for a tokenizer without a chat template.
 
     Source: after the fact-free needles of arXiv:2406.19292, whose loss is of answers alone; wordings are ours.
     """
-    rows = draw_question_rows(
-        Pieces(tokenizer, texts), length=length, facts=facts, chat=chat, rng=random.Random(f"questions {seed}")
-    )
+    rng = random.Random(f"{kind} {seed}")
+    rows = draw_question_rows(Pieces(tokenizer, texts), length=length, kind=kind, facts=facts, chat=chat, rng=rng)
     return list(islice(rows, n))
 
 
@@ -58,6 +65,7 @@ def draw_question_rows(
     pieces: Pieces,
     *,
     length: int,
+    kind: Kind = "questions",
     facts: int,
     chat: float,
     rng: random.Random,
@@ -66,13 +74,25 @@ def draw_question_rows(
     """`question_rows` without end, in chats at random; `advice` ends the error for a `length` that is too short."""
     tokenizer = pieces.tokenizer
     require_share_of_chats(chat)
+
+    @cache
+    def raw(n: int) -> ChatTurns:
+        return ChatTurns.raw(tokenizer, n)
+
+    @cache
+    def in_chat(n: int) -> ChatTurns:
+        return ChatTurns.chat(tokenizer, n)
+
     if chat > 0:
         require_template(tokenizer, "use chat=0, which asks in raw text")
-    raw, turns = ChatTurns.raw(tokenizer, facts), ChatTurns.chat(tokenizer, facts) if chat > 0 else None
+        in_chat(facts)  # to refuse a template before the first row
     boundaries = _Boundaries(tokenizer)
     while True:
-        in_chat = turns is not None and rng.random() < chat
-        yield _row(pieces, boundaries, turns if turns is not None and in_chat else raw, facts, length, rng, advice)
+        turns = in_chat if chat > 0 and rng.random() < chat else raw
+        if kind == "passage":
+            yield _passage_row(pieces, turns(n_passages(facts)), n_passages(facts), length, rng, advice)
+        else:
+            yield _row(pieces, boundaries, turns, kind, facts, length, rng, advice)
 
 
 def require_share_of_chats(chat: float | None) -> None:
@@ -82,38 +102,77 @@ def require_share_of_chats(chat: float | None) -> None:
 
 
 def _row(
-    pieces: Pieces, boundaries: "_Boundaries", turns: ChatTurns, n: int, length: int, rng: random.Random, advice: str
+    pieces: Pieces,
+    boundaries: "_Boundaries",
+    turns_of: Turns,
+    kind: Kind,
+    n: int,
+    length: int,
+    rng: random.Random,
+    advice: str,
 ) -> Row:
-    drawn = draw_facts(n, rng)
-    hidden = [_ids(pieces, f" {fact.sentence}") for fact in drawn]
-    tail, labelled = _asked(pieces, turns, rng.sample(drawn, n))
+    told, questions = _drawn(kind, n, rng)
+    turns = turns_of(len(questions))
+    hidden = [_ids(pieces, f" {sentence}") for sentence in told]
+    tail, labelled = _asked(pieces, turns, questions)
     room = length - len(turns.begin) - len(tail) - sum(map(len, hidden))
-    if room < 2 * n:
+    if room < 2 * len(hidden):
         raise ValueError(
-            f"length must leave room for text between {n} facts, which take {length - room} tokens with their "
-            f"questions, got {length}. {advice}"
+            f"length must leave room for text between {len(hidden)} facts, which take {length - room} tokens with "
+            f"their questions, got {length}. {advice}"
         )
     if rng.random() < _FILLER_SHARE:
         filler = _ids(pieces, rng.choice(FILLERS))
         text = (filler * (room // len(filler) + 1))[:room]
     else:
         text = pieces.draw(room, rng)
-    places = boundaries.draw(text, n, rng)
+    places = boundaries.draw(text, len(hidden), rng)
     ids, used = list(turns.begin), 0
     for place, sentence in zip(places, hidden, strict=True):
         ids += text[used:place] + sentence
         used = place
     ids += text[used:]
-    return Row("questions", ids + tail, [0] * len(ids) + labelled)
+    return Row(kind, ids + tail, [0] * len(ids) + labelled)
 
 
-def _asked(pieces: Pieces, turns: ChatTurns, facts: list[Fact]) -> tuple[list[int], list[int]]:
+def _drawn(kind: Kind, n: int, rng: random.Random) -> tuple[list[str], Sequence[Question]]:
+    """Sentences to hide, and questions about them."""
+    if kind == "questions":
+        facts = draw_facts(n, rng)
+        return [fact.sentence for fact in facts], rng.sample(facts, n)
+    return draw_skill(kind, n, rng)  # type: ignore[arg-type]
+
+
+def _passage_row(pieces: Pieces, turns: ChatTurns, n: int, length: int, rng: random.Random, advice: str) -> Row:
+    """A row of text alone, and questions about sentences of it; its last quarter gives way to them."""
+    room = length - len(turns.begin)
+    least = room * 3 // 4
+
+    def text_of(ids: list[int]) -> str:
+        return str(pieces.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    for _ in range(_TRIES):
+        text = pieces.draw(room, rng)
+        questions = draw_passages(text_of(text), n, rng, near=text_of(text[:least]))
+        if len(questions) < n:
+            continue
+        tail, labelled = _asked(pieces, turns, questions)
+        if len(tail) <= room - least:
+            ids = [*turns.begin, *text[: room - len(tail)]]
+            return Row("passage", ids + tail, [0] * len(ids) + labelled)
+    raise ValueError(
+        f"length must be about four times as long as {n} questions about a passage, in texts with plain sentences of 4 "
+        f"to 15 words, got {length}, and {_TRIES} pieces of the texts do not do. {advice} Or leave out passage."
+    )
+
+
+def _asked(pieces: Pieces, turns: ChatTurns, questions: Sequence[Question]) -> tuple[list[int], list[int]]:
     """Token ids of questions and answers, and which of them are labelled."""
     ids: list[int] = []
     labelled: list[int] = []
-    for fact, before, between in zip(facts, turns.before_question, turns.before_answer, strict=True):
-        lead = _ids(pieces, f"{before}{fact.question}{between}{fact.lead}")
-        answer = _ids(pieces, fact.answer)
+    for asked, before, between in zip(questions, turns.before_question, turns.before_answer, strict=True):
+        lead = _ids(pieces, f"{before}{asked.question}{between}{asked.lead}")
+        answer = _ids(pieces, asked.answer)
         ids += lead + answer
         labelled += [0] * len(lead) + [1] * len(answer)
     return ids, labelled

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["text", "chats", "questions", "own_texts"]
+Skill = Literal["chain", "values", "count", "order", "comparison", "passage"]
+SKILLS: tuple[Skill, ...] = get_args(Skill)
+Kind = Literal["text", "chats", "questions", "own_texts", Skill]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+ASKING: tuple[Kind, ...] = ("questions", *SKILLS)
+"""Kinds of rows that end with questions about their text."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +17,8 @@ class Row:
     """Tokens of a row, and the labels among them.
 
     Args:
-        kind: content of the row: running text, chats of the model, hidden facts with questions, or texts of the model.
+        kind: content of the row: running text, chats of the model, hidden facts with questions, texts of the model, or
+            questions that take a skill.
         ids: token ids.
         labelled: 1 for each token that is a label, else 0; as many as `ids`.
     """

@@ -121,7 +121,10 @@ def test_what_the_model_writes_is_asked_for_when_all_else_is_right():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shares": {"book": 1}}, "shares must be of text, chats, questions, own_texts, got 'book'"),
+        (
+            {"shares": {"book": 1}},
+            "shares must be of text, chats, questions, own_texts, chain, .*, passage, got 'book'",
+        ),
         ({"shares": {"text": -1}}, "the share of text must be a number of at least 0, got -1"),
         ({"shares": {"text": 0}}, "shares must have a weight above 0"),
         ({"shares": {"text": 1e308, "questions": 1e308}}, "and a finite sum, got"),

@@ -1,5 +1,7 @@
 """Rows with hidden facts: each is told before it is asked, and nothing but answers is labelled."""
 
+import ast
+import importlib.util
 import itertools
 import random
 import re
@@ -9,45 +11,21 @@ import pytest
 import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.characters import character_tokenizer
-from tokenizers import processors
+from support.asked_rows import TEMPLATE, answers_of, bos_tokenizer
 
 from rope_patch.prompts import needles, wordings
 from trl_ext.rows import question_rows
 from trl_ext.rows.facts import SYLLABLES, draw_facts
+from trl_ext.rows.skill_wordings import CHAINS, COMPARISONS, COUNTS, ORDERS, PASSAGES, VALUES
 from trl_ext.rows.wordings import FACT_WORDINGS, FILLERS
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TEXT = ["It was a dark night. The wind blew! Who was there? " * 120, "Dull days went by. " * 300]
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is false %}(no thoughts){% endif %}{% endif %}"
-)
-
-
-def bos_tokenizer(template=TEMPLATE):
-    made = character_tokenizer()
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", 1)]
-    )
-    made.chat_template = template
-    return made
 
 
 def pattern(sentence):
     """A regex of a sentence of a wording, with groups name and value."""
     return re.escape(sentence).replace(r"\{name\}", r"(?P<name>\w+)").replace(r"\{value\}", r"(?P<value>[\w:]+)")
-
-
-def answers_of(tokenizer, row):
-    """(text before, text) of each run of labelled tokens."""
-    answers, place = [], 0
-    for labelled, run in itertools.groupby(row.labelled):
-        end = place + len(list(run))
-        if labelled:
-            answers.append((tokenizer.decode(row.ids[:place]), tokenizer.decode(row.ids[place:end])))
-        place = end
-    return answers
 
 
 def check(tokenizer, row, facts, length):
@@ -163,9 +141,29 @@ def strings(record):
     return [value for value in vars(record).values() if isinstance(value, str) and " " in value]
 
 
-def test_no_wording_is_shared_with_the_evaluation():
+SKILLED = [
+    text
+    for words in (*CHAINS, *VALUES, *COUNTS, *ORDERS, *COMPARISONS, *PASSAGES)
+    for text in (*words.told, *(text for pair in words.asked.values() for text in pair))
+]
+OURS = [text for words in FACT_WORDINGS for text in strings(words)] + SKILLED
+
+
+def of_ruler():
+    """All strings of a few words in the code of RULER's tasks, as lm-eval has them: templates, needles, lists."""
+    folder = Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks" / "ruler"
+    nodes = [node for file in sorted(folder.glob("*.py")) for node in ast.walk(ast.parse(file.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [text for text in texts if text.count(" ") >= 2]
+
+
+@pytest.mark.parametrize("tasks", ["ours", "RULER's"])
+def test_no_wording_is_shared_with_the_evaluation(tasks):
     theirs = [text for words in (*wordings.PASSKEY_WORDINGS, *wordings.NEEDLE_WORDINGS) for text in strings(words)]
-    ours = [text for words in FACT_WORDINGS for text in strings(words)] + list(FILLERS)
+    if tasks == "RULER's":
+        theirs = of_ruler()
+        assert {"magic", "VAR", "variables", "coded"} <= set(" ".join(theirs).split())
+    ours = [*OURS, *FILLERS]
     shared = set().union(*map(runs, theirs)) & set().union(*map(runs, ours))
     assert not {run for run in shared if run.count("x") < 2}
     sentences = [
@@ -176,12 +174,13 @@ def test_no_wording_is_shared_with_the_evaluation():
 
 def test_no_key_is_shared_with_the_evaluation():
     keys = {*needles._ADJECTIVES, *needles._NOUNS}
-    assert not keys & {word for words in FACT_WORDINGS for text in strings(words) for word in words_of(text)}
+    ours = {word for text in OURS for word in words_of(text)}
+    assert not keys & ours
     assert not keys & {word for text in FILLERS for word in words_of(text)}
     made = {"".join(parts) for n in (2, 3) for parts in itertools.product(SYLLABLES, repeat=n)}
     assert not keys & made
     what = {"pass", "key", "secret", "code", "locker", "safe", "magic", "access", "ticket", "phone", "extension"}
-    assert not what & {word for words in FACT_WORDINGS for text in strings(words) for word in words_of(text)}
+    assert not what & ours
 
 
 def test_each_wording_tells_asks_and_answers():
