@@ -12,7 +12,7 @@ from support.asked_rows import answers_of, bos_tokenizer
 from trl_ext.rows import make_rows, question_rows
 from trl_ext.rows.row import SKILLS
 from trl_ext.rows.skill_wordings import CHAINS, COMPARISONS, COUNTS, ORDERS, PASSAGES, VALUES
-from trl_ext.rows.skills import draw_passages
+from trl_ext.rows.skills import draw_passages, draw_skill
 
 WORDINGS = {
     "chain": CHAINS,
@@ -165,6 +165,18 @@ def test_a_skill_is_asked_in_all_its_wordings(skill):
     assert len({question for wording in WORDINGS[skill] for question, _ in wording.asked.values()}) == len(every)
 
 
+@pytest.mark.parametrize("skill", ["chain", "values"])
+def test_sentences_of_one_list_lie_between_those_of_another(skill):
+    """Where they stood together, reading on from the first one would be enough."""
+    apart = 0
+    for seed in range(30):
+        told, questions = draw_skill(skill, 8, random.Random(seed))
+        for listed in (re.findall(r"[A-Z0-9][\w:]+", q.answer) for q in questions if " and " in q.answer):
+            places = [next(i for i, one in enumerate(told) if re.search(rf"\b{word}\b", one)) for word in listed]
+            apart += places[-1] - places[0] >= len(listed)
+    assert apart > 10
+
+
 def test_sentences_that_could_be_mistaken_are_not_asked_about():
     once = "Nobody had seen the lantern since. Every path led to the river."
     twice = "They went home before dark. They went home before noon."
@@ -176,10 +188,14 @@ def test_sentences_that_could_be_mistaken_are_not_asked_about():
 
 
 def test_a_gap_has_one_word_that_fits():
-    text = "Here. They were happy in spring. They were happy in autumn. It rained the whole day. There."
+    text = (
+        "Here. They were happy in spring. They were happy in autumn. It rained the whole day. "
+        "Every river feeds another river there. So the water went away. End."
+    )
     asked = [q for seed in range(60) for q in draw_passages(text, 9, random.Random(seed))]
-    gaps = {q.question for q in asked if "___" in q.question}
-    assert gaps and all("They were ___ in" in gap for gap in gaps), "the season could be either"
+    gaps = {re.search(r'"(.+?)"', q.question)[1] for q in asked if "___" in q.question}
+    assert {gap for gap in gaps if "They" in gap} == {f"They were ___ in {when}." for when in ("spring", "autumn")}
+    assert any("feeds" in gap for gap in gaps) and all(gap.count("river") != 1 for gap in gaps)
 
 
 def test_texts_without_plain_sentences_are_refused():
