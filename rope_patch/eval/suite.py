@@ -19,7 +19,7 @@ from .measures.answer_positions import POSITION
 from .measures.attention import ATTENTION, ENTROPY
 from .measures.base import Job, Measure
 from .measures.comparisons import baseline_first
-from .measures.context_gain import GAIN
+from .measures.context_gain import GAIN, Kind
 from .measures.lm_eval_tasks import LM_EVAL
 from .measures.loss_by_position import CLIFF
 from .measures.prompt_grid import DEPTHS
@@ -57,6 +57,7 @@ class EvalPlan:
         measures: names from `MEASURES`, in this order.
         length: tokens in the longest row.
         n_rows: held-out rows for loss by position, context gain, attention and view KL.
+        gain: definition of the context gain, "exact" or "paper", as in `context_gain`.
         lengths: prompt lengths for retrieval and RULER, in tokens. The default of `rope-patch eval` begins at a
             sixteenth of the window and doubles up to `length`, without lengths that are too short for the needles.
         ruler_lengths: prompt lengths for RULER, in tokens; default: `lengths`.
@@ -74,7 +75,7 @@ class EvalPlan:
         lm_eval_data: folder with the data of lm-eval's tasks as TASK.jsonl(.xz); default: the hub.
         batch_size: maximum number of prompts answered at once; four times as many short requests share a forward pass.
             Default: as many prompts as memory holds, 4 prompts of lm-eval's tasks, and 16 short requests.
-        seed: seed of the retrieval prompts.
+        seed: seed of the prompts of passkeys and needles; default: 0. Another seed gives other prompts.
         chat_template: whether retrieval, RULER, short text and lm-eval's tasks use the tokenizer's chat template;
             default: auto, if there is one, except for LAMBADA. Loss by position always reads raw text.
         window: window over which all models are compared, in positions; default: the trained window of the first model.
@@ -86,6 +87,7 @@ class EvalPlan:
     measures: tuple[str, ...]
     length: int
     n_rows: int = 4
+    gain: Kind = "exact"
     lengths: tuple[int, ...] = ()
     ruler_lengths: tuple[int, ...] | None = None
     trials: int = 2

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # the shortest default prompt is the window over this: losses show within the window, and most on short prompts
 SHORTEST = 16
 # fields of the plan without a flag of the same name
-_NO_FLAG = ("measures", "length", "n_rows", "ruler_lengths", "depths", "lm_eval", "seed")
+_NO_FLAG = ("measures", "length", "n_rows", "gain", "ruler_lengths", "depths", "lm_eval")
 
 
 def add_commands(commands: Any) -> None:

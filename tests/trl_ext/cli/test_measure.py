@@ -181,6 +181,21 @@ def test_options_are_read_by_what_stands_for_a_measure(folder, monkeypatch):
     assert plan.limit == 4
 
 
+def test_a_seed_gives_other_prompts_and_the_gain_may_have_the_papers_definition(folder):
+    def measured(*arguments):
+        command = ["--model", str(folder / "tiny"), "--report", str(folder / "report"), "--length", "600"]
+        assert run(folder, "eval", *command, *arguments) == 0
+        return {k: r["tiny"] for k, r in json.loads((folder / "report/results.json").read_text())["results"].items()}
+
+    passkeys = ["--passkey", "--lengths", "400", "--trials", "1"]
+    both = measured(*passkeys, "--gain", "paper")
+    assert both["gain"]["kind"] == "paper" and both["gain"]["total"] != both["gain"]["exact"]
+    exact = measured("--gain")["gain"]
+    assert exact["kind"] == "exact" and exact["total"] == exact["exact"] == both["gain"]["exact"]
+    hashes = [measured(*passkeys, "--seed", seed)["passkey"]["prompt_hashes"] for seed in ("0", "7")]
+    assert hashes[0] == both["passkey"]["prompt_hashes"] != hashes[1]
+
+
 @pytest.fixture
 def other(folder):
     """A second model whose tokenizer has the same tokens and reads some as others."""
