@@ -73,6 +73,8 @@ class EvalPlan:
         limit: maximum number of samples of each short-text benchmark and of each of lm-eval's tasks; default: all.
         lm_eval: lm-eval's tasks, by its names.
         lm_eval_data: folder with the data of lm-eval's tasks as TASK.jsonl(.xz); default: the hub.
+        confirm_run_unsafe_code: let lm-eval's tasks that do so, such as humaneval, mbpp and longproc, run the model's
+            code.
         batch_size: maximum number of prompts answered at once; four times as many short requests share a forward pass.
             Default: as many prompts as memory holds, 4 prompts of lm-eval's tasks, and 16 short requests.
         seed: seed of the prompts of passkeys and needles; default: 0. Another seed gives other prompts.
@@ -101,6 +103,7 @@ class EvalPlan:
     limit: int | None = None
     lm_eval: tuple[str, ...] = ()
     lm_eval_data: str | None = None
+    confirm_run_unsafe_code: bool = False
     batch_size: int | None = None
     seed: int = 0
     chat_template: ChatTemplate = "auto"

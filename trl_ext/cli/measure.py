@@ -85,6 +85,8 @@ def _argument(hint: Any) -> dict[str, Any]:
     kind = next(kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if kind is not NoneType)
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
+    if kind is bool:
+        return {"action": "store_true"}
     if get_origin(kind) is tuple:
         return {"type": get_args(kind)[0], "nargs": "+", "action": "extend"}
     return {"type": kind}

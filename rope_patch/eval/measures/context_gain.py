@@ -206,8 +206,8 @@ GAIN = Measure(
     name="gain",
     result=ContextGain,
     run=lambda job: context_gain(job.model, job.rows, kind=job.plan.gain, begin=job.begin),
-    help=f"context gain: how much lower the loss is with the whole text than with its last {SHORT} tokens. `paper` adds "
-    "PosAug's definition, to compare with its figures; it gives too much",
+    help=f"context gain: how much lower the loss is with the whole text than with its last {SHORT} tokens. `paper` "
+    "adds PosAug's definition, to compare with its figures; it gives too much",
     argument={"nargs": "?", "const": "exact", "choices": get_args(Kind)},
     by_default=True,
     reads_rows=True,

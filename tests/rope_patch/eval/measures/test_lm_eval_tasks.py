@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import random
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import MethodType, ModuleType
 
 import datasets
+import evaluate as hf_evaluate
 import lm_eval
 import nltk
 import pytest
@@ -412,6 +414,44 @@ def summed(prompt):
     """Sums, all right but that of 3."""
     k = int(re.findall(r"What is (\d+) plus", prompt)[-1])
     return f"I say #### {k + (k != 3)}"
+
+
+def times(prompt):
+    """The body of a function f2 that doubles, and so on; that of f3 is wrong."""
+    return f"    return n * {prompt[-6].replace('3', '9')}\n"
+
+
+class CodeEval:
+    """The metric code_eval of the hub, for one program."""
+
+    def compute(self, references, predictions, k):
+        assert os.environ["HF_ALLOW_CODE_EVAL"] == "1" and k == [1]
+        ((candidate,),), (test,) = predictions, references
+        try:
+            exec(f"{candidate}\n{test}", {})
+        except AssertionError:
+            return {"pass@1": 0.0}, {}
+        return {"pass@1": 1.0}, {}
+
+
+def test_code_of_the_model_runs_only_where_this_is_allowed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
+    monkeypatch.setattr(hf_evaluate, "load", lambda name: {"code_eval": CodeEval()}[name])
+    test = "def check(candidate):\n    assert candidate(5) == {}\n"
+    rows = [
+        {"task_id": f"{k}", "prompt": f"def f{k}(n):\n", "test": test.format(5 * k), "entry_point": f"f{k}"}
+        for k in (2, 3, 4)
+    ]
+    write_lines(tmp_path / "humaneval.jsonl", rows)
+    causal_lm = writing(tiny(vocab_size=CHARACTERS), [], times)
+    options = {"length": 2000, "data": tmp_path, "batch_size": 3}
+    with pytest.raises(ValueError, match="humaneval may run the code .* --confirm-run-unsafe-code"):
+        lm_eval_tasks(causal_lm, TOKENIZER, ["humaneval"], **options)
+    result = lm_eval_tasks(causal_lm, TOKENIZER, ["humaneval"], **options, confirm_run_unsafe_code=True)
+    assert result.scores == {"humaneval": [1.0, 0.0, 1.0]} and result.accuracy == {"humaneval": 2 / 3}
+    plan = EvalPlan(("lm-eval",), length=2000, lm_eval=("longproc",))
+    with pytest.raises(ValueError, match="--confirm-run-unsafe-code"):
+        plan.check(TOKENIZER, [])
 
 
 def test_examples_long_documents_and_replies(tmp_path):
