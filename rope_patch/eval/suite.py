@@ -69,7 +69,7 @@ class EvalPlan:
         squad: SQuAD's JSON file for RULER's first QA task.
         hotpotqa: HotpotQA's JSON file for RULER's second QA task.
         short_data: folder of short-text benchmarks as .jsonl(.xz); default: the hub.
-        benchmarks: short-text benchmarks; default: all whose data are there.
+        benchmarks: short-text benchmarks, or linearard for the eight of that paper; default: all whose data are there.
         limit: maximum number of samples of each short-text benchmark and of each of lm-eval's tasks; default: all.
         lm_eval: lm-eval's tasks, by its names.
         lm_eval_data: folder with the data of lm-eval's tasks as TASK.jsonl(.xz); default: the hub.

@@ -197,7 +197,7 @@ class _Source(NamedTuple):
 def check_code(tasks: Sequence[str], confirmed: bool) -> None:
     """Raise ValueError if a task runs code that the model writes and this is not `confirmed`."""
     require_lm_eval()
-    for leaf in (leaf for name in tasks for leaf in _leaves(name)):
+    for leaf in (leaf for name in tasks for leaf in leaf_tasks(name)):
         if _runs_code(leaf) and not confirmed:
             raise ValueError(
                 f"lm-eval's {leaf} may run the code that the model writes, on this machine. --confirm-run-unsafe-code, "
@@ -225,7 +225,7 @@ def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dic
     require_lm_eval()
     chosen: dict[str, dict[str, _Source]] = {}
     for name in tasks:
-        leaves = _leaves(name)
+        leaves = leaf_tasks(name)
         if data is None:
             chosen[name] = dict.fromkeys(leaves, _Source())
             continue
@@ -253,7 +253,7 @@ def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dic
     return chosen
 
 
-def _leaves(name: str) -> list[str]:
+def leaf_tasks(name: str) -> list[str]:
     """The leaf tasks of a task, group or tag."""
     index = task_index()
     entry = index.get(name)
@@ -271,7 +271,7 @@ def _leaves(name: str) -> list[str]:
         members = sorted(entry.tags)
     else:
         return [name]
-    return list(dict.fromkeys(leaf for member in members for leaf in _leaves(member)))
+    return list(dict.fromkeys(leaf for member in members for leaf in leaf_tasks(member)))
 
 
 def _task_of(row: Mapping[str, Any], group: str) -> str:
