@@ -196,6 +196,20 @@ def test_a_seed_gives_other_prompts_and_the_gain_may_have_the_papers_definition(
     assert hashes[0] == both["passkey"]["prompt_hashes"] != hashes[1]
 
 
+def test_models_of_one_label_are_compared_as_one(folder, capsys):
+    paths = [f"{folder / 'tiny'}@pi:factor={factor}" for factor in (2, 4)]
+    models = [f"--model=native={folder / 'tiny'}", *(f"--model=ours={path}" for path in paths)]
+    assert run(folder, "eval", *models, "--report", str(folder / "report"), "--length", "300", "--cliff") == 0
+    assert "\nWon:  " in capsys.readouterr().out, "two models are compared, so that none is named"
+    stored = json.loads((folder / "report/results.json").read_text())
+    assert list(stored["results"]["cliff"]) == ["native", "ours#1", "ours#2"]
+    assert stored["settings"]["model ours#2"].endswith("@pi:factor=4")
+    cells = stored["regressions"]["cells"]
+    assert cells and {(cell["label"], cell["runs"]) for cell in cells} == {("ours", 2)}
+    page = (folder / "report/report.html").read_text()
+    assert ", mean of 2 models</td>" in page and '<th class="n">ours#2</th>' in page
+
+
 @pytest.fixture
 def other(folder):
     """A second model whose tokenizer has the same tokens and reads some as others."""
@@ -378,7 +392,8 @@ def test_what_rows_are_too_short_for_is_left_out_and_told_unless_it_is_named(fol
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "x=tiny", "--model", "x=tiny"], "labels must differ, got x, x"),
+        (["--model", "tiny", "--model", "x/../tiny"], "labels must differ, got tiny twice: name models as LABEL=PATH."),
+        (["--model", "x=tiny", "--model", "x=tiny"], "--model x is what others are compared with, so it must be one"),
         (["--model", "tiny", "--trials", "0"], "--trials must be an integer of at least 1, got 0"),
         (["--model", "tiny", "--length", "0"], "--length must be an integer of at least 1, got 0"),
         (["--model", "tiny", "--model", "nowhere/model"], "--model: nowhere/model is no folder with a"),
