@@ -24,6 +24,7 @@ from .measures.lm_eval_tasks import LM_EVAL
 from .measures.loss_by_position import CLIFF
 from .measures.prompt_grid import DEPTHS
 from .measures.retrieval import RETRIEVAL
+from .measures.retrieval_grid import GIVEN
 from .measures.ruler import RULER
 from .measures.short_text import SHORT
 from .measures.subject import Subject
@@ -278,5 +279,5 @@ def _part_line(name: str, part: dict[str, Any], value: dict[str, Any]) -> str:
     if not scores:
         return f"{name}, {what}: no document is short enough"
     forced = value.get("forced_scores", [])
-    both = f" as written, {sum(forced) / len(forced):.3f} teacher-forced" if forced else ""
+    both = f" as written, {sum(forced) / len(forced):.3f} {GIVEN}" if forced else ""
     return f"{name}, {what}: {sum(scores) / len(scores):.3f}{both}, over {len(scores)} prompt{'s' * (len(scores) > 1)}"

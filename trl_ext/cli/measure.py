@@ -193,7 +193,9 @@ def _eval(args: argparse.Namespace) -> int:
     prompts = f" Prompts are {settings['prompts are']}." if plan.asks else ""
     print(f"\nAll models are compared over one context window: {settings['window']}.{prompts}")
     if "cliff" in plan.measures and plan.window is not None and plan.window + 1 >= plan.length:
-        print(f"Sequences of {plan.length} tokens end within it, so no cliff is measured: give a longer --length.")
+        print(
+            f"Sequences of {plan.length} tokens end within it, so no loss beyond is measured: give a longer --length."
+        )
     figures, labels = summary(results), [spec.label for spec in specs]
     width = max(len(row["figure"]) for row in figures) + 2
     print(f"\n{'':{width}}" + "".join(f"{label:>12.11}" for label in labels))

@@ -61,7 +61,7 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, monkeypatch, capsys
         monkeypatch.setitem(MEASURES, name, replace(MEASURES[name], run=lambda _: pytest.fail("measured")))
     assert run(folder, "eval", *arguments) == 0
     out = capsys.readouterr().out
-    assert "native" in out and "cliff" in out and f"Report: {report}/report.html" in out
+    assert "native" in out and "rise of the loss beyond the window" in out and f"Report: {report}/report.html" in out
     assert "\npi won: " in out and "\npi lost: " in out
     assert f"compared over one context window: {WINDOW} positions, the context window of native." in out
     stored = json.loads((report / "results.json").read_text())
@@ -69,11 +69,11 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, monkeypatch, capsys
     assert stored["settings"]["model pi"].endswith("@pi:factor=4")
     windows = {label: result["window"] for label, result in stored["results"]["cliff"].items()}
     assert windows["native"] == windows["pi"] == WINDOW, "the trained window, not the promised one"
-    assert "no cliff is measured" not in out
+    assert "no loss beyond is measured" not in out
     assert run(folder, "eval", *arguments, "--window", "499") == 0
     out = capsys.readouterr().out
     assert "compared over one context window: 499 positions." in out
-    assert "Sequences of 500 tokens end within it, so no cliff is measured: give a longer" in out
+    assert "Sequences of 500 tokens end within it, so no loss beyond is measured: give a longer" in out
 
 
 def sparse(folder):
