@@ -295,15 +295,15 @@ def chosen_benchmarks(data: str | Path | None, benchmarks: Sequence[str] | None)
     return {name: files[name] for name in chosen}
 
 
-def _documents(name: str, file: Path | None, limit: int | None) -> dict[str, list[Row] | None]:
+def _documents(name: str, file: Path | None, limit: int | None) -> Mapping[str, list[Row] | None]:
     """lm-eval's tasks of a benchmark -> up to `limit` documents of each, None for the hub's."""
     has_subjects = "subject" in BENCHMARKS[name].fields
     if file is None:
         return dict.fromkeys(leaf_tasks(name) if has_subjects else [name])
-    documents: dict[str, list[Row] | None] = {}
+    documents: dict[str, list[Row]] = {}
     for row in benchmark_rows(name, file):
         of_task = documents.setdefault(f"{name}_{row['subject']}" if has_subjects else name, [])
-        if of_task is not None and (limit is None or len(of_task) < limit):
+        if limit is None or len(of_task) < limit:
             of_task.append(BENCHMARKS[name].convert(row))
     return documents
 
