@@ -270,14 +270,15 @@ def _cell(label: str, measure: str, runs: Sequence[Pairs]) -> Cell:
     first, second = pairs.first, [fmean(scores) for scores in zip(*(run.second for run in runs), strict=True)]
     differences = [b - a for a, b in zip(first, second, strict=True)]
     scores = {*first, *second}
+    are_shares = pairs.interval is None and all(0 <= score <= 1 for score in scores)
     if pairs.interval is None:
-        are_shares = all(0 <= score <= 1 for score in scores)
         low, high = paired_interval(differences, bounds=(-1.0, 1.0) if are_shares else None)
     else:
         low, high = pairs.interval(differences)
     mean = fmean(first)
     if len(runs) > 1:
         low, high = over_runs(low, high, [fmean(run.second) - mean for run in runs])
+        low, high = (max(low, -1.0), min(high, 1.0)) if are_shares else (low, high)
     return Cell(
         label,
         f"{measure} {pairs.task}".rstrip(),

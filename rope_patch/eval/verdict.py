@@ -120,7 +120,7 @@ def figure_rows(results: Mapping[str, Mapping[str, Result]], window: int | None)
         for method, labels in runs_of_methods(by_label).items():
             for figure in zip(*(figures(name, by_label[label], window) for label in labels), strict=False):
                 (what, form, _), values = figure[0], [value for *_, value in figure]
-                spread = f" ({form % min(values)} to {form % max(values)})" if len(values) > 1 else ""
+                spread = f" ({form % min(values)} to {form % max(values)})" if min(values) < max(values) else ""
                 rows.setdefault(what, {})[method] = form % fmean(values) + spread
     return rows
 

@@ -130,7 +130,8 @@ def test_several_models_of_a_method_are_compared_as_one():
     assert (ours.label, ours.runs, ours.n, ours.different, ours.p) == ("ours", 3, 20, 16, None)
     assert ours.mean == pytest.approx(0.7) and other.runs == 1 and other.p is not None
     over_prompts = paired_interval([1.0] * 12 + [2 / 3] * 2 + [1 / 3] * 2 + [0.0] * 4, bounds=(-1.0, 1.0))
-    assert (ours.low, ours.high) == pytest.approx(over_runs(*over_prompts, [0.6, 0.7, 0.8]))
+    low, high = over_runs(*over_prompts, [0.6, 0.7, 0.8])
+    assert (ours.low, ours.high) == (pytest.approx(low), 1.0) and high > 1, "no share is further from another"
     assert "ours is the mean of 3 trained models, and its intervals count how" in " ".join(comparison.statistics())
     assert figure_rows(results, None) == {
         "passkeys found at 512 tokens": {"native": "0 %", "ours": "70 % (60 % to 80 %)", "other": "100 %"}
