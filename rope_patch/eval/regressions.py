@@ -6,10 +6,10 @@ from math import inf, isfinite
 from statistics import fmean, median
 from typing import Any, Literal
 
-from .measures.comparisons import baseline_first
+from .measures.comparisons import baseline_first, runs_of_methods
 from .measures.loss_by_position import ONE_ROW
 from .results.json_values import json_values
-from .results.paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, paired_interval
+from .results.paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, over_runs, paired_interval
 from .results.result import Pairs, Result
 
 _LISTED = 3  # comparisons that a sentence names
@@ -17,23 +17,24 @@ _LISTED = 3  # comparisons that a sentence names
 
 @dataclass(frozen=True)
 class Cell:
-    """One measure at one length: a model compared with the baseline.
+    """One measure at one length: a model, or the mean of several models of one method, compared with the baseline.
 
     Args:
-        label: the model.
+        label: the model or method.
         measure: what was measured.
         length: tokens of a prompt, or the end of a span of positions; None for short text.
         name: measure and length or span in words.
         first: mean of the baseline.
         mean: mean of the model.
         low: low end of the 95 % interval of mean - first: by `paired_interval` for scores, by `interval_over_rows` for
-            losses, or by `interval_over_blocks` if there is one row.
+            losses, or by `interval_over_blocks` if there is one row; widened by `over_runs` for several models.
         high: high end.
         n: number of pairs.
         unit: what is paired, in the plural.
-        p: p of McNemar's exact test; None if scores are not 0 and 1.
+        p: p of McNemar's exact test; None if scores are not 0 and 1, or of several models.
         different: number of pairs with a difference.
         higher_is_better: False for losses.
+        runs: number of trained models whose mean this is.
     """
 
     label: str
@@ -49,6 +50,7 @@ class Cell:
     p: float | None
     different: int
     higher_is_better: bool
+    runs: int = 1
 
     @property
     def difference(self) -> float:
@@ -112,7 +114,7 @@ class Regressions:
 
     Args:
         baseline: label of the baseline.
-        labels: labels of the other models.
+        labels: labels of the other models; several models of one method have one.
         cells: all cells that can be compared.
         window: positions up to which a cell lies within the window; None if unknown.
         single: measures with one prompt or sample alone, which cannot be compared.
@@ -165,6 +167,10 @@ class Regressions:
         ]
         sentences += [f"{label} lost{self._where(below)}: {_listed(below)}."] if below else []
         sentences += [f"{label} won{self._where(above)}: {_listed(above)}."] if above else []
+        if cells[0].runs > 1:
+            sentences.append(
+                f"{label} is the mean of {cells[0].runs} trained models, and its intervals count how much they differ."
+            )
         for unit in sorted({c.unit for c in cells}):
             sentences += _unseen([c for c in cells if c.unit == unit and c.is_finite], unit)
         if any(c.is_of_one_text for c in cells):
@@ -197,6 +203,7 @@ def regressions(results: Mapping[str, Mapping[str, Result]], *, window: int | No
 
     The baseline is the model labelled "native", or else the first. Retrieval, RULER, short text and lm-eval's tasks are
     compared prompt by prompt, losses row by row. Other measures are left out, and so are results without single scores.
+    Models whose labels differ only in a number after #, as "ours#1" and "ours#2", are compared as one, by their mean.
 
     Args:
         results: measure -> label -> result, as `run_suite` returns them.
@@ -213,18 +220,24 @@ def regressions(results: Mapping[str, Mapping[str, Result]], *, window: int | No
     for measure, by_label in results.items():
         ordered = baseline_first(by_label)
         labels |= dict.fromkeys(ordered)
-        for label, result in list(ordered.items())[1:]:
-            for pairs in result.pairs(next(iter(ordered.values())), window):
-                if not pairs.same:
-                    raise ValueError(
-                        f"{label} read other {pairs.unit} of {measure} than the baseline, so they cannot be compared."
-                    )
-                if len(pairs.first) == 1:  # an interval needs two pairs
+        for method, of_method in runs_of_methods(list(ordered)[1:]).items():
+            compared: dict[tuple[Any, ...], list[Pairs]] = {}
+            for label in of_method:
+                for pairs in ordered[label].pairs(next(iter(ordered.values())), window):
+                    if not pairs.same:
+                        raise ValueError(
+                            f"{label} read other {pairs.unit} of {measure} than the baseline, so they cannot be "
+                            "compared."
+                        )
+                    compared.setdefault((pairs.task, pairs.length, pairs.name), []).append(pairs)
+            for runs in compared.values():
+                if len(runs[0].first) == 1:  # an interval needs two pairs
                     single[measure] = None
-                elif pairs.first:
-                    cells.append(_cell(label, measure, pairs))
+                elif runs[0].first:
+                    cells.append(_cell(method, measure, runs))
     order = list(baseline_first(labels))
-    return Regressions(order[0] if order else "", order[1:], cells, window, tuple(single))
+    methods = list(runs_of_methods(order[1:]))
+    return Regressions(order[0] if order else "", methods, cells, window, tuple(single))
 
 
 def least_difference(cell: Cell) -> float:
@@ -252,16 +265,20 @@ def _counted(n: int) -> str:
     return f"{n} comparison{'s' * (n != 1)}"
 
 
-def _cell(label: str, measure: str, pairs: Pairs) -> Cell:
-    first, second = pairs.first, pairs.second
+def _cell(label: str, measure: str, runs: Sequence[Pairs]) -> Cell:
+    pairs = runs[0]
+    first, second = pairs.first, [fmean(scores) for scores in zip(*(run.second for run in runs), strict=True)]
     differences = [b - a for a, b in zip(first, second, strict=True)]
     scores = {*first, *second}
+    are_shares = pairs.interval is None and all(0 <= score <= 1 for score in scores)
     if pairs.interval is None:
-        are_shares = all(0 <= score <= 1 for score in scores)
         low, high = paired_interval(differences, bounds=(-1.0, 1.0) if are_shares else None)
     else:
         low, high = pairs.interval(differences)
     mean = fmean(first)
+    if len(runs) > 1:
+        low, high = over_runs(low, high, [fmean(run.second) - mean for run in runs])
+        low, high = (max(low, -1.0), min(high, 1.0)) if are_shares else (low, high)
     return Cell(
         label,
         f"{measure} {pairs.task}".rstrip(),
@@ -273,9 +290,10 @@ def _cell(label: str, measure: str, pairs: Pairs) -> Cell:
         high,
         len(first),
         pairs.unit,
-        mcnemar(first, second) if pairs.interval is None and scores <= {0, 1} else None,
+        mcnemar(first, second) if pairs.interval is None and scores <= {0, 1} and len(runs) == 1 else None,
         sum(d != 0 for d in differences),
         pairs.interval is None,
+        len(runs),
     )
 
 

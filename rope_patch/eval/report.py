@@ -103,6 +103,7 @@ def write_report(
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             style=(files("rope_patch.eval") / "templates" / "report.css").read_text(encoding="utf-8"),
             labels=[label for label in (compared.baseline, *compared.labels) if label],
+            runs=list(dict.fromkeys(label for by_label in results.values() for label in by_label)),
             changes=changes(compared),
             notes=notes(compared),
             figures=figure_rows(results, compared.window),
@@ -184,6 +185,7 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
         "McNemar's p": "" if cell.p is None else f"{cell.p:.2g}",
         "pairs": cell.n,
         "of": cell.unit,
+        "models": cell.runs,
     }
 
 
@@ -194,7 +196,8 @@ def _page_row(cell: Cell) -> dict[str, Any]:
     shown = {name: f"{row[name]:.{digits}f} {row['in']}" for name in ("first", "model's")}
     shown |= {name: f"{row[name]:+.{digits}f}" for name in ("difference", "95 % from", "to")}
     outcome = {"above": "won", "below": "lost", "same": "may be chance"}[cell.outcome]
-    return {**row, **shown, "outcome": outcome, "pairs": f"{cell.n} {cell.unit}"}
+    models = f", mean of {cell.runs} models" if cell.runs > 1 else ""
+    return {**row, **shown, "outcome": outcome, "pairs": f"{cell.n} {cell.unit}{models}"}
 
 
 def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:

@@ -19,11 +19,12 @@ from .measures.answer_positions import POSITION
 from .measures.attention import ATTENTION, ENTROPY
 from .measures.base import Job, Measure
 from .measures.comparisons import baseline_first
-from .measures.context_gain import GAIN
+from .measures.context_gain import GAIN, Kind
 from .measures.lm_eval_tasks import LM_EVAL
 from .measures.loss_by_position import CLIFF
 from .measures.prompt_grid import DEPTHS
 from .measures.retrieval import RETRIEVAL
+from .measures.retrieval_grid import GIVEN
 from .measures.ruler import RULER
 from .measures.short_text import SHORT
 from .measures.subject import Subject
@@ -57,6 +58,7 @@ class EvalPlan:
         measures: names from `MEASURES`, in this order.
         length: tokens in the longest row.
         n_rows: held-out rows for loss by position, context gain, attention and view KL.
+        gain: definition of the context gain, "exact" or "paper", as in `context_gain`.
         lengths: prompt lengths for retrieval and RULER, in tokens. The default of `rope-patch eval` begins at a
             sixteenth of the window and doubles up to `length`, without lengths that are too short for the needles.
         ruler_lengths: prompt lengths for RULER, in tokens; default: `lengths`.
@@ -68,13 +70,15 @@ class EvalPlan:
         squad: SQuAD's JSON file for RULER's first QA task.
         hotpotqa: HotpotQA's JSON file for RULER's second QA task.
         short_data: folder of short-text benchmarks as .jsonl(.xz); default: the hub.
-        benchmarks: short-text benchmarks; default: all whose data are there.
+        benchmarks: short-text benchmarks, or linearard for the eight of that paper; default: all whose data are there.
         limit: maximum number of samples of each short-text benchmark and of each of lm-eval's tasks; default: all.
         lm_eval: lm-eval's tasks, by its names.
         lm_eval_data: folder with the data of lm-eval's tasks as TASK.jsonl(.xz); default: the hub.
+        confirm_run_unsafe_code: let lm-eval's tasks that do so, such as humaneval, mbpp and longproc, run the model's
+            code.
         batch_size: maximum number of prompts answered at once; four times as many short requests share a forward pass.
             Default: prompts with 8 GiB of keys and values, 4 prompts of lm-eval's tasks, and 16 short requests.
-        seed: seed of the retrieval prompts.
+        seed: seed of the prompts of passkeys and needles; default: 0. Another seed gives other prompts.
         chat_template: whether retrieval, RULER, short text and lm-eval's tasks use the tokenizer's chat template;
             default: auto, if there is one, except for LAMBADA. Loss by position always reads raw text.
         window: window over which all models are compared, in positions; default: the trained window of the first model.
@@ -86,6 +90,7 @@ class EvalPlan:
     measures: tuple[str, ...]
     length: int
     n_rows: int = 4
+    gain: Kind = "exact"
     lengths: tuple[int, ...] = ()
     ruler_lengths: tuple[int, ...] | None = None
     trials: int = 2
@@ -99,6 +104,7 @@ class EvalPlan:
     limit: int | None = None
     lm_eval: tuple[str, ...] = ()
     lm_eval_data: str | None = None
+    confirm_run_unsafe_code: bool = False
     batch_size: int | None = None
     seed: int = 0
     chat_template: ChatTemplate = "auto"
@@ -280,5 +286,5 @@ def _part_line(name: str, part: dict[str, Any], value: dict[str, Any]) -> str:
     if not scores:
         return f"{name}, {what}: no document is short enough"
     forced = value.get("forced_scores", [])
-    both = f" as written, {sum(forced) / len(forced):.3f} teacher-forced" if forced else ""
+    both = f" as written, {sum(forced) / len(forced):.3f} {GIVEN}" if forced else ""
     return f"{name}, {what}: {sum(scores) / len(scores):.3f}{both}, over {len(scores)} prompt{'s' * (len(scores) > 1)}"

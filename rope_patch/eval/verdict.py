@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from math import exp, isfinite
+from statistics import fmean
 
+from .measures.comparisons import runs_of_methods
 from .measures.loss_by_position import LossByPosition
 from .measures.retrieval_grid import RetrievalGrid
 from .regressions import Cell, Regressions, least_difference
@@ -112,24 +114,26 @@ def _unseen(compared: Regressions) -> list[str]:
 
 
 def figure_rows(results: Mapping[str, Mapping[str, Result]], window: int | None) -> dict[str, dict[str, str]]:
-    """What was measured -> label -> figure, as a table shows it."""
+    """What was measured -> label -> figure, as a table shows it: of several models of a method, mean and range."""
     rows: dict[str, dict[str, str]] = {}
     for name, by_label in results.items():
-        for label, result in by_label.items():
-            for what, value in figures(name, result, window):
-                rows.setdefault(what, {})[label] = value
+        for method, labels in runs_of_methods(by_label).items():
+            for figure in zip(*(figures(name, by_label[label], window) for label in labels), strict=False):
+                (what, form, _), values = figure[0], [value for *_, value in figure]
+                spread = f" ({form % min(values)} to {form % max(values)})" if min(values) < max(values) else ""
+                rows.setdefault(what, {})[method] = form % fmean(values) + spread
     return rows
 
 
-def figures(name: str, result: Result, window: int | None) -> list[tuple[str, str]]:
-    """Each figure of a measure: what it is, and its value."""
+def figures(name: str, result: Result, window: int | None) -> list[tuple[str, str, float]]:
+    """Each figure of a measure: what it is, its form, and its value."""
     if isinstance(result, RetrievalGrid):
         found = zip(result.lengths, result.by_length, strict=True)
-        return [(f"{NUMBERS.get(name, name)} found at {n:,} tokens", f"{100 * share:.0f} %") for n, share in found]
+        return [(f"{NUMBERS.get(name, name)} found at {n:,} tokens", "%.0f %%", 100 * share) for n, share in found]
     if isinstance(result, LossByPosition) and window is not None and window + 1 < result.seq_len:
         inside, cliff = result.in_window(window), result.cliff(window)
         return [
-            (f"loss to position {window:,}, in nats", f"{inside:.3f}"),
-            (f"loss from there to {result.seq_len:,}", f"{inside + cliff:.3f}"),
+            (f"loss to position {window:,}, in nats", "%.3f", inside),
+            (f"loss from there to {result.seq_len:,}", "%.3f", inside + cliff),
         ]
-    return [(what, f"{value:.3f}") for what, value in result.headline().items()]
+    return [(what, "%.3f", value) for what, value in result.headline().items()]

@@ -59,8 +59,13 @@ class EvalFigures:
         own = None
         if checkpoint is not None:
             wanted = Path(checkpoint).resolve()
-            # settings have "model LABEL": "LABEL=FOLDER@METHOD..."
-            folders = {label: str(settings.get(f"model {label}", "")).removeprefix(f"{label}=") for label in labels}
+            # settings have "model LABEL": "LABEL=FOLDER@METHOD...", and "model LABEL#2": "LABEL=FOLDER" of several
+            folders = {
+                label: str(settings.get(f"model {label}", ""))
+                .removeprefix(f"{label}=")
+                .removeprefix(f"{label.rpartition('#')[0]}=")
+                for label in labels
+            }
             own = next((label for label in labels if folders[label] and Path(folders[label]).resolve() == wanted), None)
         return cls(labels, own, rows, conditions)
 

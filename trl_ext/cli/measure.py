@@ -1,6 +1,7 @@
 """`rope-patch eval` and `rope-patch probe`: measure models."""
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import product
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 # the shortest default prompt is the window over this: losses show within the window, and most on short prompts
 SHORTEST = 16
 # fields of the plan without a flag of the same name
-_NO_FLAG = ("measures", "length", "n_rows", "ruler_lengths", "depths", "lm_eval", "seed")
+_NO_FLAG = ("measures", "length", "n_rows", "gain", "ruler_lengths", "depths", "lm_eval")
 
 
 def add_commands(commands: Any) -> None:
@@ -37,7 +38,8 @@ def add_commands(commands: Any) -> None:
         required=True,
         metavar="[LABEL=]PATH[@METHOD:OPTION=VALUE,...]",
         help="hub id, checkpoint or adapter, with or without a RoPE scaling; may be repeated. The baseline is the "
-        "model labelled native, or else the first",
+        "model labelled native, or else the first. Models with one LABEL are compared as one, by their mean: the same "
+        "training from several seeds",
     )
     evaluate.add_argument(
         "--model-revision",
@@ -85,6 +87,8 @@ def _argument(hint: Any) -> dict[str, Any]:
     kind = next(kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if kind is not NoneType)
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
+    if kind is bool:
+        return {"action": "store_true"}
     if get_origin(kind) is tuple:
         return {"type": get_args(kind)[0], "nargs": "+", "action": "extend"}
     return {"type": kind}
@@ -126,11 +130,8 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    specs = [ModelSpec.parse(text) for text in args.model]
+    specs = typed = _at_revisions(_specs(args.model), args.model_revision)
     labels = [spec.label for spec in specs]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"labels must differ, got {', '.join(labels)}: name models as LABEL=PATH.")
-    specs = typed = _at_revisions(specs, args.model_revision)
     for spec in specs:
         spec.check()
     device, dtype = _device(args)
@@ -192,7 +193,9 @@ def _eval(args: argparse.Namespace) -> int:
     prompts = f" Prompts are {settings['prompts are']}." if plan.asks else ""
     print(f"\nAll models are compared over one context window: {settings['window']}.{prompts}")
     if "cliff" in plan.measures and plan.window is not None and plan.window + 1 >= plan.length:
-        print(f"Sequences of {plan.length} tokens end within it, so no cliff is measured: give a longer --length.")
+        print(
+            f"Sequences of {plan.length} tokens end within it, so no loss beyond is measured: give a longer --length."
+        )
     figures, labels = summary(results), [spec.label for spec in specs]
     width = max(len(row["figure"]) for row in figures) + 2
     print(f"\n{'':{width}}" + "".join(f"{label:>12.11}" for label in labels))
@@ -204,6 +207,29 @@ def _eval(args: argparse.Namespace) -> int:
         print(sentence)
     print(f"\nReport: {page}")
     return 0
+
+
+def _specs(models: Sequence[str]) -> list[ModelSpec]:
+    """The models of --model. Those of a label that is given twice are several trained models of one method."""
+    from rope_patch.eval.measures.comparisons import baseline_label
+
+    specs = [ModelSpec.parse(text) for text in models]
+    counts = Counter(spec.label for spec in specs)
+    for spec, text in zip(specs, models, strict=True):
+        if counts[spec.label] > 1 and not text.startswith(f"{spec.label}="):
+            raise ValueError(f"labels must differ, got {spec.label} twice: name models as LABEL=PATH.")
+    baseline = baseline_label(counts)
+    if counts[baseline] > 1:
+        raise ValueError(
+            f"--model {baseline} is what others are compared with, so it must be one model, got {counts[baseline]}: "
+            "name another model before it, or label one native."
+        )
+    seen: Counter[str] = Counter()
+    for k, spec in enumerate(specs):
+        if counts[spec.label] > 1:
+            seen[spec.label] += 1
+            specs[k] = replace(spec, label=f"{spec.label}#{seen[spec.label]}")
+    return specs
 
 
 def _at_revisions(specs: list[ModelSpec], revisions: Sequence[str]) -> list[ModelSpec]:

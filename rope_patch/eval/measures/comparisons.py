@@ -1,5 +1,6 @@
 """Figures that compare two models: the baseline, and what adaptation cost within the window."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,6 +22,14 @@ def baseline_first(by_label: Mapping[str, T]) -> dict[str, T]:
         return {}
     first = baseline_label(by_label)
     return {first: by_label[first], **by_label}
+
+
+def runs_of_methods(labels: Iterable[str]) -> dict[str, list[str]]:
+    """Method -> labels of its trained models: "ours#1" and "ours#2" are two of "ours"."""
+    runs: dict[str, list[str]] = {}
+    for label in labels:
+        runs.setdefault(re.sub(r"#\d+$", "", label), []).append(label)
+    return runs
 
 
 def in_distribution_penalty(curve: "LossByPosition", baseline: "LossByPosition", window: int | None = None) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import nn
@@ -205,9 +205,12 @@ def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> 
 GAIN = Measure(
     name="gain",
     result=ContextGain,
-    run=lambda job: context_gain(job.model, job.rows, begin=job.begin),
-    help=f"context gain: how much lower the loss is with the whole text than with its last {SHORT} tokens",
+    run=lambda job: context_gain(job.model, job.rows, kind=job.plan.gain, begin=job.begin),
+    help=f"context gain: how much lower the loss is with the whole text than with its last {SHORT} tokens. `paper` "
+    "adds PosAug's definition, to compare with its figures; it gives too much",
+    argument={"nargs": "?", "const": "exact", "choices": get_args(Kind)},
     by_default=True,
     reads_rows=True,
+    settings=("gain",),
     least=lambda window: SHORT + 1,
 )

@@ -1,6 +1,7 @@
 """Any of lm-eval's tasks by name, from the hub or from local files, with no prompt truncated."""
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from functools import partial
 from importlib.metadata import metadata
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,9 @@ from ..results.progress import token_bar
 from ..results.result import Result
 from .base import Job, Measure
 from .harness import data_file, evaluate, local_task, quiet, require_lm_eval, sample_scores, task_index
+
+if TYPE_CHECKING:
+    from ..suite import EvalPlan
 
 # long-context tasks of papers, and short ones that show what training cost; RULER has its own measure
 SUGGESTED = (
@@ -118,6 +122,7 @@ def lm_eval_tasks(
     chat_template: ChatTemplate = "auto",
     progress: bool = True,
     remember: Remember = afresh,
+    confirm_run_unsafe_code: bool = False,
 ) -> LmEval:
     """Score lm-eval's tasks with its prompts, metrics and default number of few-shot examples.
 
@@ -139,14 +144,17 @@ def lm_eval_tasks(
         chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one.
         progress: whether to show a bar over the tokens of each task.
         remember: stores each task as soon as it is done.
+        confirm_run_unsafe_code: whether tasks such as `humaneval` and `mbpp` may run the code that the model writes.
 
     Raises:
         ImportError: lm-eval, or a package that one of the tasks needs, is not installed.
-        ValueError: an unknown task, a task without a document that is short enough, or rows that it cannot read.
+        ValueError: an unknown task, a task without a document that is short enough, a task that may run code of the
+            model without your consent, or rows that it cannot read.
         FileNotFoundError: the folder lacks the file of a task.
     """
     chat = uses_chat_template(tokenizer, chat_template)
     result = LmEval({}, {}, {}, {}, {}, [])
+    check_code(tasks, confirm_run_unsafe_code)
     for name, sources in chosen_files(tasks, data).items():
         scores: list[float] = []
         parts, left_out = {}, 0
@@ -186,12 +194,27 @@ class _Source(NamedTuple):
     group: str | None = None
 
 
+def check_code(tasks: Sequence[str], confirmed: bool) -> None:
+    """Raise ValueError if a task runs code that the model writes and this is not `confirmed`."""
+    require_lm_eval()
+    for leaf in (leaf for name in tasks for leaf in leaf_tasks(name)):
+        if _runs_code(leaf) and not confirmed:
+            raise ValueError(
+                f"lm-eval's {leaf} may run the code that the model writes, on this machine. --confirm-run-unsafe-code, "
+                "in Python confirm_run_unsafe_code=True, allows it: use it in a sandbox."
+            )
+
+
+def _runs_code(leaf: str) -> bool:
+    return bool((task_index()[leaf].cfg or {}).get("unsafe_code"))
+
+
 def check_tasks(tasks: Sequence[str], data: str | Path | None, length: int) -> None:
     """Raise, without a model, if `lm_eval_tasks` lacks a package, a task, a file, a field, a metric or the hub."""
     for sources in chosen_files(tasks, data).values():
         for leaf, source in sources.items():
             task = _task(leaf, source, 1, length)
-            _metric(task, leaf)
+            _metrics(task, leaf)
             with quiet(), _explained(leaf, source):
                 task.build_all_requests(limit=1)
                 task.doc_to_target(next(iter(task.eval_docs)))
@@ -202,7 +225,7 @@ def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dic
     require_lm_eval()
     chosen: dict[str, dict[str, _Source]] = {}
     for name in tasks:
-        leaves = _leaves(name)
+        leaves = leaf_tasks(name)
         if data is None:
             chosen[name] = dict.fromkeys(leaves, _Source())
             continue
@@ -230,7 +253,7 @@ def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dic
     return chosen
 
 
-def _leaves(name: str) -> list[str]:
+def leaf_tasks(name: str) -> list[str]:
     """The leaf tasks of a task, group or tag."""
     index = task_index()
     entry = index.get(name)
@@ -248,7 +271,7 @@ def _leaves(name: str) -> list[str]:
         members = sorted(entry.tags)
     else:
         return [name]
-    return list(dict.fromkeys(leaf for member in members for leaf in _leaves(member)))
+    return list(dict.fromkeys(leaf for member in members for leaf in leaf_tasks(member)))
 
 
 def _task_of(row: Mapping[str, Any], group: str) -> str:
@@ -280,9 +303,12 @@ def _tasks_in(file: Path, group: str | None) -> set[str]:
 
 def _task(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
     """lm-eval's task, with up to `limit` documents."""
+    overrides: dict[str, Any] = {}
+    if _runs_code(leaf):  # `check_code` has asked
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+        overrides["unsafe_code"] = False
     with _explained(leaf, source):
         if source.file is None:
-            overrides: dict[str, Any] = {}
             if "babilong" in leaf:  # lm-eval's default is the shortest texts
                 longest = max(k for k in _BABILONG if 1024 * k <= length)
                 overrides["metadata"] = {"max_seq_lengths": f"{longest}k"}
@@ -290,7 +316,7 @@ def _task(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
         else:
             documents = list(islice(_rows(source.file, source.group, leaf), limit))
             examples = None if source.examples is None else list(_rows(source.examples, source.group, leaf))
-            task = local_task(leaf, documents, "test", examples=examples, shots=None)
+            task = local_task(leaf, documents, "test", examples=examples, shots=None, **overrides)
             if examples is not None and len(examples) < (task.config.num_fewshot or 0):
                 raise ValueError(f"it needs {task.config.num_fewshot} examples, and there are {len(examples)}")
         if "ifeval" in leaf:
@@ -325,9 +351,12 @@ def _explained(leaf: str, source: _Source) -> Iterator[None]:
     except ImportError:
         raise
     except OSError as error:
+        why = f"{type(error).__name__}: {error}"
+        if source.file is not None or "code_eval" in why:  # the metric of humaneval and mbpp is on the hub too
+            raise OSError(f"lm-eval's {leaf} cannot load what it needs beside its data ({why}).") from error
         raise OSError(
-            f"the data of lm-eval's {leaf} cannot be loaded from the hub ({type(error).__name__}: {error}): give a "
-            f"folder with {leaf}.jsonl in it, as --lm-eval-data or `data`."
+            f"the data of lm-eval's {leaf} cannot be loaded from the hub ({why}): give a folder with {leaf}.jsonl in "
+            "it, as --lm-eval-data or `data`."
         ) from error
     except Exception as error:  # from Jinja, datasets, lm-eval or a task's code: the task cannot read the rows
         if source.file is None:
@@ -340,8 +369,11 @@ def _explained(leaf: str, source: _Source) -> Iterator[None]:
         ) from error
 
 
-def _metric(task: Any, leaf: str) -> str:
-    """The first metric of a task that is a score of each sample and higher is better. Models are compared by it."""
+def _metrics(task: Any, leaf: str) -> list[str]:
+    """The metrics of a task that are scores of each sample and higher is better. Models are compared by the first.
+
+    Tasks that run code have "pass_at_k" in front, which becomes "pass@1" once there are samples.
+    """
     with quiet():
         from lm_eval.api.metrics import mean, median, nanmean
         from lm_eval.api.registry import AGGREGATION_REGISTRY
@@ -349,9 +381,9 @@ def _metric(task: Any, leaf: str) -> str:
         # the other aggregations, such as perplexity, BLEU and F1, are computed from all samples together
         corpus_level = {AGGREGATION_REGISTRY.get(name) for name in AGGREGATION_REGISTRY} - {mean, median, nanmean}
     aggregations, higher_is_better = task.aggregation(), task.higher_is_better()
-    for name, aggregation in aggregations.items():
-        if higher_is_better.get(name) and aggregation not in corpus_level:
-            return str(name)
+    names = [str(n) for n, a in aggregations.items() if higher_is_better.get(n) and a not in corpus_level]
+    if names:
+        return names
     raise ValueError(
         f"lm-eval's {leaf} has no metric that is a score of each sample and higher is better; it has "
         f"{', '.join(map(str, aggregations)) or 'none'}. Name another task, or measure this one with lm-eval alone."
@@ -385,13 +417,13 @@ def _measure(
         ((metrics, logged),) = evaluate(
             model, tokenizer, [task], batch_size=batch_size, max_length=length, samples=documents, chat=chat
         )
-    metric = _metric(task, leaf)
     first = min(logged, key=lambda s: s["doc_id"])
+    metric = next(name for name in _metrics(task, leaf) if name in first)
     reply = {
         "task": leaf,
         "question": str(first["arguments"][0][0])[-_SHOWN:],
-        # IFEval checks instructions; its targets are all 0
-        "expected": "" if "ifeval" in leaf else str(first["target"]),
+        # IFEval checks instructions, and its targets are all 0; the target of code is a program that tests it
+        "expected": "" if "ifeval" in leaf or _runs_code(leaf) else str(first["target"]),
         "reply": str(first["resps"][0][0]),
         "score": float(first[metric]),
     }
@@ -443,7 +475,13 @@ def _measured(job: Job) -> LmEval:
         batch_size=plan.batch_size or 4,
         chat_template=plan.chat_template,
         remember=job.remember,
+        confirm_run_unsafe_code=plan.confirm_run_unsafe_code,
     )
+
+
+def _check(plan: "EvalPlan", *_: object) -> None:
+    check_code(plan.lm_eval, plan.confirm_run_unsafe_code)
+    check_tasks(plan.lm_eval, plan.lm_eval_data, plan.length)
 
 
 LM_EVAL = Measure(
@@ -462,5 +500,5 @@ LM_EVAL = Measure(
     settings=("limit", "length", "chat_template"),
     parts=("lm_eval",),
     files=("lm_eval_data",),
-    check=lambda plan, *_: check_tasks(plan.lm_eval, plan.lm_eval_data, plan.length),
+    check=_check,
 )

@@ -146,7 +146,7 @@ class LossByPosition(Result):
         return {
             f"loss 64..{self.window} (nats per token)": self.in_window(),
             f"loss beyond {self.window}": self.in_window() + self.cliff(),
-            "cliff": self.cliff(),
+            "rise of the loss beyond the window": self.cliff(),
         }
 
     def table(self) -> list[dict[str, Any]]:
@@ -212,13 +212,15 @@ class LossByPosition(Result):
                     else f"rows of {curve.seq_len} tokens end within the window of {curve.window} positions"
                 )
                 inside = curve.mean(FIRST_POSITION, curve.seq_len)
-                sentences.append(f"{label}: {inside:.3f} nats per token. No cliff was measured: {why}.")
+                sentences.append(
+                    f"{label}: {inside:.3f} nats per token. Nothing beyond the window was measured: {why}."
+                )
                 continue
             inside, cliff, start = curve.in_window(), curve.cliff(), curve.cliff_start()
             sentences.append(
                 f"{label}: {inside:.3f} nats per token within the window of {curve.window} positions and "
-                f"{inside + cliff:.3f} beyond it, a cliff of {cliff:+.3f}. "
-                + ("No rise beyond the window lasts." if start is None else f"The loss rises for good at {start}.")
+                f"{inside + cliff:.3f} beyond it ({cliff:+.3f}). "
+                + ("No rise beyond the window lasts." if start is None else f"It rises for good at {start}.")
             )
         sentences.append("Lower is better.")
         if any(curve.reaches_beyond for curve in results.values()):
@@ -278,8 +280,8 @@ CLIFF = Measure(
     name="cliff",
     result=LossByPosition,
     run=lambda job: loss_by_position(job.model, job.rows),
-    help="loss at every position of a text (cross-entropy of the next token, in nats). The cliff is the loss beyond "
-    "the window that the model was trained on minus the loss within it",
+    help="loss at every position of a text (cross-entropy of the next token, in nats), and how much it rises beyond "
+    "the context window that the model was trained on",
     by_default=True,
     reads_rows=True,
     least=lambda window: FIRST_POSITION + 1,

@@ -61,9 +61,10 @@ class ProbeResult:
 def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> ProbeResult:
     """Measure loss by position on `rows`, try YaRN without training, and say what to do.
 
-    The advice follows from the measured losses. Without a cliff, nothing has to be done. If untrained YaRN flattens the
-    cliff, use YaRN and a short fine-tuning with a skip view. Otherwise, fine-tune with a skip view, which needs no
-    rescaling. A model whose loss within the window is near ln(vocabulary), the loss of a guess, gets no advice.
+    The advice follows from the measured losses. If the loss does not rise beyond the window, nothing has to be done. If
+    untrained YaRN keeps it from rising, use YaRN and a short fine-tuning with a skip view. Otherwise, fine-tune with a
+    skip view, which needs no rescaling. A model whose loss within the window is near ln(vocabulary), the loss of a
+    guess, gets no advice.
 
     Args:
         model: a causal LM without patches. It is not changed.
@@ -106,11 +107,11 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
     ]
     if start is None:
         words.append(
-            f"There is no cliff up to {seq_len} tokens: far text does no harm. Whether the model uses it, loss does "
-            "not show: measure it with `rope-patch eval --gain --passkey`."
+            "It does not rise up to there: far text does no harm. Whether the model uses it, loss does not show: "
+            "measure it with `rope-patch eval --gain --passkey`."
         )
         return ProbeResult(native, None, None, {}, words)
-    words.append(f"The cliff begins at position {start}.")
+    words.append(f"It rises for good at position {start}.")
     max_length = min(4096, window)
     skip: dict[str, object] = {
         "view": "skip",
@@ -129,11 +130,11 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
         unpatch_model(model)
     penalty, left = in_distribution_penalty(yarn, native, window), yarn.cliff(window)
     words.append(
-        f"YaRN {factor:g}x without training changes the loss within the window by {penalty:+.1f} %. It leaves a cliff "
-        f"of {left:+.3f} nats, where it was {cliff:+.3f}."
+        f"YaRN {factor:g}x without training changes the loss within the window by {penalty:+.1f} %. Beyond "
+        f"the window, it leaves a rise of {left:+.3f} nats, where it was {cliff:+.3f}."
     )
     if left > max(FLAT, cliff / 10):
-        words.append(f"YaRN does not flatten the cliff. {_SKIP_REASON}")
+        words.append(f"YaRN does not keep the loss from rising. {_SKIP_REASON}")
         return ProbeResult(native, yarn, factor, skip, words)
     words.append(
         "So rescale with YaRN. That may be enough as it is, and a short fine-tuning with a skip view makes it safe."

@@ -7,6 +7,9 @@ from typing import Any, ClassVar, Self
 from ..results.figures import SHADES, Figure, compact, ink_on, new_figure
 from ..results.result import Pairs, Result
 
+GIVEN = "with the answer given"
+"""How readers are told of a teacher-forced score."""
+
 
 @dataclass(frozen=True)
 class RetrievalGrid(Result):
@@ -82,7 +85,7 @@ class RetrievalGrid(Result):
     def headline(self) -> dict[str, float]:
         written = {f"{self.kind} at {n}, as written": a for n, a in zip(self.lengths, self.by_length, strict=True)}
         forced = zip(self.lengths, self.forced_by_length, strict=True)
-        return {**written, **{f"{self.kind} at {n}, teacher-forced": a for n, a in forced}}
+        return {**written, **{f"{self.kind} at {n}, {GIVEN}": a for n, a in forced}}
 
     def table(self) -> list[dict[str, Any]]:
         def row(length: int, depth: float | str, wording: int | str, prompts: Sequence[int]) -> dict[str, Any]:
@@ -145,7 +148,7 @@ class RetrievalGrid(Result):
             means.set(xlabel="length (tokens)", ylim=(-4, 104), xlim=(-0.5, len(ticks) - 0.5))
             means.grid(axis="y", alpha=0.25)
         above[0].set_ylabel("depth of the needle")
-        below[0].set_ylabel("mean; grey: worst to\nbest wording; dotted:\nteacher-forced")
+        below[0].set_ylabel(f"mean; grey: worst to\nbest wording; dotted:\n{GIVEN}")
         first = next(iter(results.values()))
         figure.suptitle(f"{first.kind}: accuracy in percent, as written, {first.trials} prompts for each depth")
         figure.colorbar(image, ax=above, format=lambda share, _: f"{100 * share:.0f}")
@@ -164,13 +167,13 @@ class RetrievalGrid(Result):
                 f"{100 * a:.0f} % at {n} tokens" for n, a in zip(grid.lengths, grid.forced_by_length, strict=True)
             ]
             sentences.append(f"{label}, as written: {', '.join(written)}.")
-            sentences.append(f"{label}, teacher-forced: {', '.join(forced)}.")
+            sentences.append(f"{label}, {GIVEN}: {', '.join(forced)}.")
             sentences += [f"{label}: {sentence}" for sentence in dict.fromkeys(grid.said)]
         return [
             *sentences,
-            "Each cell is the share of hidden values that the model writes in its answer. Teacher-forced, a value "
-            "counts if each of its digits is the model's most likely token after the right digits before it. A model "
-            "with a high teacher-forced score can find the value, even if it begins another answer.",
+            "Each cell is the share of hidden values that the model writes in its answer. With the answer given "
+            "(teacher-forced), a value counts if each of its digits is the model's most likely token after the right "
+            "digits before it. So a model can find a value and still begin another answer.",
         ]
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,7 +16,8 @@ from ..results.figures import Figure, score_figure
 from ..results.result import Result
 from .base import Job, Measure
 from .comparisons import recovery_ratio
-from .harness import data_file, evaluate, local_task, require_lm_eval, sample_scores
+from .harness import data_file, evaluate, local_task, require_lm_eval, sample_scores, task_index
+from .lm_eval_tasks import leaf_tasks
 
 Row = dict[str, Any]
 
@@ -30,7 +30,7 @@ class _Benchmark:
         file: stem of the local file, which ends in .jsonl or .jsonl.xz.
         split: the split that lm-eval's task evaluates.
         fields: fields of a row. All are strings, except `choices`, a list of strings, and `label`, the index of the
-            right choice (0 or 1 without `choices`).
+            right choice (0 or 1 without `choices`). With `subject`, lm-eval has a task for each subject.
         convert: a row of the file -> a row with the hub's fields.
         metric: the metric that is reported.
         overrides: fields of lm-eval's config to replace.
@@ -69,7 +69,7 @@ def _multiple_choice(file: str, question: str = "question") -> _Benchmark:
     return _Benchmark(file, "test", ("question", "choices", "label"), convert, "acc_norm")
 
 
-BENCHMARKS: dict[str, _Benchmark] = {
+_EIGHT: dict[str, _Benchmark] = {
     "lambada_openai": _Benchmark(
         "lambada_openai_test", "test", ("text",), lambda r: {"text": r["text"]}, continues=True
     ),
@@ -109,6 +109,45 @@ BENCHMARKS: dict[str, _Benchmark] = {
         lambda r: {"passage": r["passage"], "question": r["question"], "label": int(r["label"])},
     ),
 }
+BENCHMARKS = _EIGHT | {
+    "mmlu": _Benchmark(
+        "mmlu_test",
+        "test",
+        ("subject", "question", "choices", "label"),
+        lambda r: {"question": r["question"], "choices": r["choices"], "answer": r["label"]},
+    ),
+    "mathqa": _Benchmark(
+        "mathqa_test",
+        "test",
+        ("question", "choices", "label"),
+        lambda r: {"Problem": r["question"], "choices": r["choices"], "correct": "abcde"[r["label"]]},
+        overrides={"doc_to_choice": "choices"},
+    ),
+    "social_iqa": _Benchmark(
+        "social_iqa_dev",
+        "validation",
+        ("context", "question", "choices", "label"),
+        lambda r: {
+            "context": r["context"],
+            "question": r["question"],
+            **{f"answer{letter}": choice for letter, choice in zip("ABC", r["choices"], strict=True)},
+            "label": str(r["label"] + 1),
+        },
+    ),
+}
+SETS = {
+    "linearard": (
+        "mmlu",
+        "lambada_openai",
+        "mathqa",
+        "boolq",
+        "openbookqa",
+        "piqa",
+        "social_iqa",
+        "arc_challenge",
+    )
+}
+"""Name of a set -> its benchmarks. Source: LinearARD, arXiv:2604.00004, its average of short text."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +221,12 @@ def short_text(
         data: folder with the benchmarks as .jsonl or .jsonl.xz files, one object a line: `lambada_openai_test` (text),
             `hellaswag_val` (ctx, choices, label), `piqa_valid` (goal, choices, label), `winogrande_dev` (sentence,
             choices, label), `arc_easy_test`, `arc_challenge_test`, `openbookqa_test` (question, choices, label) and
-            `boolq_dev` (passage, question, label). `label` is the index of the right choice. None means the hub.
-        benchmarks: names of benchmarks; None means all that `data` has, or all eight from the hub.
-        limit: maximum number of samples of each benchmark.
+            `boolq_dev` (passage, question, label); if they are named, `mmlu_test` (subject, question, choices, label),
+            `mathqa_test` (question, choices, label) and `social_iqa_dev` (context, question, choices, label). `label`
+            is the index of the right choice. None means the hub.
+        benchmarks: names of benchmarks, or "linearard" for the eight of LinearARD's average, with `mmlu`, `mathqa` and
+            `social_iqa`. None means those of the other eight that `data` has, or all of them from the hub.
+        limit: maximum number of samples of each benchmark, and of each subject of MMLU.
         batch_size: requests in a forward pass.
         max_length: tokens of the longest request.
         chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. "auto"
@@ -200,21 +242,22 @@ def short_text(
 
     def measure(name: str, file: Path | None) -> dict[str, Any]:
         benchmark = BENCHMARKS[name]
-        if file is None:
-            task = local_task(name, None, benchmark.split)
-        else:
-            documents = [benchmark.convert(row) for row in islice(benchmark_rows(name, file), limit)]
-            task = local_task(name, documents, benchmark.split, **benchmark.overrides)
-        ((metrics, logged),) = evaluate(
+        tasks = [
+            local_task(leaf, documents, benchmark.split, **({} if documents is None else benchmark.overrides))
+            for leaf, documents in _documents(name, file, limit).items()
+        ]
+        found = evaluate(
             model,
             tokenizer,
-            [task],
+            tasks,
             batch_size=batch_size,
             max_length=max_length,
             limit=limit,
             chat=chat and not (benchmark.continues and chat_template == "auto"),
         )
-        scores = sample_scores(logged, benchmark.metric)
+        scores = [score for _, logged in found for score in sample_scores(logged, benchmark.metric)]
+        # of several tasks lm-eval's own mean is that over their samples
+        metrics = found[0][0] if len(found) == 1 else {benchmark.metric: sum(scores) / len(scores)}
         return {"metrics": metrics, "samples": len(scores), "scores": scores}
 
     done = {
@@ -232,16 +275,17 @@ def short_text(
 def chosen_benchmarks(data: str | Path | None, benchmarks: Sequence[str] | None) -> dict[str, Path | None]:
     """Benchmark -> its local file, None for the hub; arguments as in `short_text`."""
     require_lm_eval()
-    for name in benchmarks or ():
+    named = [name for given in benchmarks or () for name in SETS.get(given, (given,))]
+    for name in named:
         if name not in BENCHMARKS:
-            raise ValueError(f"unknown benchmark {name!r}. Known: {', '.join(BENCHMARKS)}.")
+            raise ValueError(f"unknown benchmark {name!r}. Known: {', '.join([*BENCHMARKS, *SETS])}.")
     if data is None:
-        return dict.fromkeys(BENCHMARKS if benchmarks is None else benchmarks)
+        return dict.fromkeys(_EIGHT if benchmarks is None else named)
     files = {name: data_file(data, benchmark.file) for name, benchmark in BENCHMARKS.items()}
-    chosen = benchmarks if benchmarks is not None else [name for name in BENCHMARKS if files[name]]
+    chosen = named if benchmarks is not None else [name for name in _EIGHT if files[name]]
     if not chosen:
         raise FileNotFoundError(
-            f"{data} has none of {', '.join(b.file for b in BENCHMARKS.values())} as .jsonl or .jsonl.xz."
+            f"{data} has none of {', '.join(b.file for b in _EIGHT.values())} as .jsonl or .jsonl.xz."
         )
     for name in chosen:
         file = files[name]
@@ -250,6 +294,19 @@ def chosen_benchmarks(data: str | Path | None, benchmarks: Sequence[str] | None)
         if not list(benchmark_rows(name, file)):
             raise ValueError(f"{file} has no rows.")
     return {name: files[name] for name in chosen}
+
+
+def _documents(name: str, file: Path | None, limit: int | None) -> Mapping[str, list[Row] | None]:
+    """lm-eval's tasks of a benchmark -> up to `limit` documents of each, None for the hub's."""
+    has_subjects = "subject" in BENCHMARKS[name].fields
+    if file is None:
+        return dict.fromkeys(leaf_tasks(name) if has_subjects else [name])
+    documents: dict[str, list[Row]] = {}
+    for row in benchmark_rows(name, file):
+        of_task = documents.setdefault(f"{name}_{row['subject']}" if has_subjects else name, [])
+        if limit is None or len(of_task) < limit:
+            of_task.append(BENCHMARKS[name].convert(row))
+    return documents
 
 
 def benchmark_rows(benchmark: str, file: Path) -> Iterator[Row]:
@@ -264,6 +321,9 @@ def benchmark_rows(benchmark: str, file: Path) -> Iterator[Row]:
         if "label" in fields:
             is_index = isinstance(row.get("label"), int) and 0 <= row["label"] < n_choices
             must_be["label"] = f"the index of the right choice, from 0 to {n_choices - 1}", is_index
+        if "subject" in fields:
+            is_task = f"{benchmark}_{row.get('subject')}" in task_index()
+            must_be["subject"] = f"a subject of lm-eval's {benchmark}, as in {benchmark}_SUBJECT", is_task
         for name, (form, fits) in must_be.items():
             if not fits:
                 got = repr(row[name]) if name in row else f"no such field among {', '.join(row)}"

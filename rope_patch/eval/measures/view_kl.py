@@ -33,7 +33,7 @@ class ViewKL(Result):
         n_rows: number of rows in the means.
     """
 
-    title: ClassVar[str] = "View KL by skip length"
+    title: ClassVar[str] = "Predictions after skipped positions"
     column: ClassVar[str] = "kl"
 
     direction: Direction
@@ -44,7 +44,7 @@ class ViewKL(Result):
     n_rows: int
 
     def headline(self) -> dict[str, float]:
-        return {f"view KL at a skip of {self.skips[-1]} (nats per token)": self.kl[-1]}
+        return {f"KL at a skip of {self.skips[-1]} positions (nats per token)": self.kl[-1]}
 
     def table(self) -> list[dict[str, Any]]:
         return [{"skip": y, "kl": kl} for y, kl in zip(self.skips, self.kl, strict=True)]
@@ -66,8 +66,11 @@ class ViewKL(Result):
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
         return [
-            *(f"{label}: {r.kl[-1]:.3f} nats per token at a skip of {r.skips[-1]}." for label, r in results.items()),
-            "Zero means that predictions do not change when the end of the text moves that far.",
+            *(
+                f"{label}: {r.kl[-1]:.3f} nats per token at a skip of {r.skips[-1]} positions."
+                for label, r in results.items()
+            ),
+            "The end of each text moves to later positions, and the KL says how much predictions change. Zero is none.",
         ]
 
 

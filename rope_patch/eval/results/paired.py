@@ -64,6 +64,30 @@ def paired_interval(
     return low, high
 
 
+def over_runs(low: float, high: float, means: Sequence[float]) -> tuple[float, float]:
+    """The interval of a mean difference over K trained models, widened by how much the models differ.
+
+    low' = m - sqrt((m - low)^2 + h^2) and high' = m + sqrt((high - m)^2 + h^2), with h = t s / sqrt(K). m and s are the
+    mean and the standard deviation (with K - 1) of the K models' mean differences, and t is Student's for K - 1
+    degrees of freedom: 12.7 for two models, 4.3 for three. Scatter of single answers counts in both parts, so that the
+    interval is a little too wide.
+
+    Args:
+        low: low end of the 95 % interval of m over prompts or rows, from the mean over models of each.
+        high: its high end.
+        means: [K], mean difference of each model, K >= 2.
+
+    Returns:
+        Low and high end.
+
+    Source: Zou and Donner, Statistics in Medicine 27(10), 2008: intervals of a sum from those of its parts (MOVER).
+    """
+    values = torch.tensor(means, dtype=torch.float64)
+    mean, deviation = values.mean().item(), values.std().item()
+    half = student_t((1 + CONFIDENCE) / 2, len(means) - 1) * deviation / math.sqrt(len(means))
+    return mean - math.hypot(mean - low, half), mean + math.hypot(high - mean, half)
+
+
 def mcnemar(first: Sequence[float], second: Sequence[float]) -> float:
     """Exact two-sided p of McNemar's test, for two models that are right or wrong on the same prompts.
 

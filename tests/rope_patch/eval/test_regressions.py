@@ -24,7 +24,8 @@ from rope_patch.eval import (
     write_report,
 )
 from rope_patch.eval.replies import shown_replies
-from rope_patch.eval.results.paired import student_t
+from rope_patch.eval.results.paired import over_runs, student_t
+from rope_patch.eval.verdict import figure_rows
 
 DEPTHS = [0.25, 0.75]
 
@@ -96,6 +97,50 @@ def test_pairs_that_differ_alike_leave_room_for_others(n, alike):
             others = (end - alike) / (bound - alike)
             assert (1 - others) ** n == pytest.approx(0.025)
     assert paired_interval([alike] * n) == (alike, alike)  # losses have no bounds
+
+
+def test_intervals_over_trained_models_hold_what_training_gives_on_all_prompts():
+    """Prompts and trained models scatter, and so does each answer: neither alone may narrow the interval."""
+    rng, hits, runs, n = random.Random(0), {3: 0, 5: 0}, 300, 40
+    for models in hits:
+        for _ in range(runs):
+            of_prompt = [rng.gauss(0.2, 0.3) for _ in range(n)]
+            of_model = [rng.gauss(0, 0.05) for _ in range(models)]
+            answers = [[p + m + rng.gauss(0, 0.2) for p in of_prompt] for m in of_model]
+            over_models = [sum(column) / models for column in zip(*answers, strict=True)]
+            low, high = over_runs(*paired_interval(over_models, draws=1000), [sum(row) / n for row in answers])
+            hits[models] += low <= 0.2 <= high
+    assert all(282 <= n_hits for n_hits in hits.values()), hits
+
+
+def test_an_interval_over_trained_models_adds_squares_of_its_parts():
+    low, high = over_runs(0.1, 0.4, [0.1, 0.2, 0.3])  # mean 0.2, deviation 0.1; t of two degrees of freedom is 4.3027
+    half = 4.3027 * 0.1 / 3**0.5
+    assert (low, high) == pytest.approx((0.2 - (0.01 + half**2) ** 0.5, 0.2 + (0.04 + half**2) ** 0.5), rel=1e-4)
+    assert over_runs(0.1, 0.4, [0.2, 0.2]) == pytest.approx((0.1, 0.4)), "models that agree widen nothing"
+
+
+def test_several_models_of_a_method_are_compared_as_one():
+    native = grid({512: [0.0] * 20})
+    models = {f"ours#{k}": grid({512: [1.0] * n + [0.0] * (20 - n)}) for k, n in ((1, 12), (2, 14), (3, 16))}
+    results = {"passkey": {"native": native, **models, "other": grid({512: [1.0] * 20})}}
+    comparison = regressions(results)
+    assert comparison.labels == ["ours", "other"]
+    ours, other = comparison.cells
+    assert (ours.label, ours.runs, ours.n, ours.different, ours.p) == ("ours", 3, 20, 16, None)
+    assert ours.mean == pytest.approx(0.7) and other.runs == 1 and other.p is not None
+    over_prompts = paired_interval([1.0] * 12 + [2 / 3] * 2 + [1 / 3] * 2 + [0.0] * 4, bounds=(-1.0, 1.0))
+    low, high = over_runs(*over_prompts, [0.6, 0.7, 0.8])
+    assert (ours.low, ours.high) == (pytest.approx(low), 1.0) and high > 1, "no share is further from another"
+    assert "ours is the mean of 3 trained models, and its intervals count how" in " ".join(comparison.statistics())
+    assert figure_rows(results, None) == {
+        "passkeys found at 512 tokens": {"native": "0 %", "ours": "70 % (60 % to 80 %)", "other": "100 %"}
+    }
+    rows = 3 + torch.rand(4, 32, generator=torch.Generator().manual_seed(0))
+    losses = {"native": curve(rows), "ours#1": curve(rows - 0.1), "ours#2": curve(rows - 0.3)}
+    for cell in regressions({"cliff": losses}).cells:
+        assert cell.difference == pytest.approx(-0.2) and cell.n == 4
+        assert cell.high == pytest.approx(-0.2 + 12.7062 * 0.1, rel=1e-3), "two models are few"
 
 
 def test_students_t_is_that_of_the_tables():
@@ -328,9 +373,9 @@ def test_a_suite_is_compared_and_its_cells_appear_as_they_come(tmp_path, capsys)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line in ("native:", "pi:")] == ["native:", "pi:"]
     assert [line for line in lines if "passkey, 400: " in line or "passkey, 450: " in line] == [
-        f"  passkey, {n}: 0.000 as written, 0.000 teacher-forced, over 2 prompts" for n in (400, 450)
+        f"  passkey, {n}: 0.000 as written, 0.000 with the answer given, over 2 prompts" for n in (400, 450)
     ] * 2
-    assert sum("loss beyond" in line for line in lines) == 2
+    assert sum(line.startswith("  loss beyond") for line in lines) == 2
     found = regressions(results)
     assert found.baseline == "native" and found.window == WINDOW
     assert {c.name for c in found.cells} >= {"passkey at 400", "passkey at 450", "loss 128..255"}

@@ -398,7 +398,11 @@ def test_probe_says_when_there_is_nothing_to_do(monkeypatch):
     flat = LossByPosition(torch.full((3 * WINDOW,), 2.0, dtype=torch.float64), 1, WINDOW)
     monkeypatch.setattr(sys.modules["rope_patch.eval.measures.probe"], "loss_by_position", lambda *_, **__: flat)
     advice = probe(model(), tokens(1, 3 * WINDOW), progress=False)
-    assert advice.recipe == {} and "no cliff" in str(advice) and "Whether the model uses it" in str(advice)
+    assert (
+        advice.recipe == {}
+        and "It does not rise up to there" in str(advice)
+        and "Whether the model uses it" in str(advice)
+    )
     monkeypatch.undo()
     with pytest.raises(ValueError, match=f"seq_len >= {WINDOW + 2}"):
         probe(model(), tokens(1, WINDOW), progress=False)
@@ -412,7 +416,7 @@ def test_probe_gives_no_advice_on_a_model_that_guesses():
         advice = probe(subject, tokens(1, 3 * WINDOW), progress=False)
         assert advice.recipe == {} and advice.yarn is None
         assert "predicts next to nothing" in str(advice) and "another tokenizer" in str(advice)
-        assert "no adaptation" not in str(advice) and "no cliff" not in str(advice)
+        assert "no adaptation" not in str(advice) and "does not rise" not in str(advice)
 
 
 def test_all_models_are_compared_over_the_first_ones_window(tmp_path):
@@ -428,14 +432,15 @@ def test_all_models_are_compared_over_the_first_ones_window(tmp_path):
     # the same weights: the same loss over the same positions
     assert shown["in-distribution penalty (%)"]["declares"] == pytest.approx(0, abs=1e-9)
     expected = curves["declares"].loss[WINDOW + 1 :].mean() - curves["declares"].loss[64 : WINDOW + 1].mean()
-    assert shown["cliff"]["declares"] == pytest.approx(expected.item())
+    assert shown["rise of the loss beyond the window"]["declares"] == pytest.approx(expected.item())
     wider = run_suite({"m": model}, character_tokenizer(), TEXTS, replace(plan, window=100), tmp_path)
     assert [by_label["m"].window for by_label in wider.values()] == [100] * 2
     # results put together by hand
     curve = curves["native"]
     by_hand = summary({"cliff": {"a": curve, "b": replace(curve, window=150)}})
     figures = {row["figure"]: row["values"] for row in by_hand}
-    assert figures["cliff"]["a"] == figures["cliff"]["b"] and figures["in-distribution penalty (%)"] == {"b": 0}
+    assert len(set(figures["rise of the loss beyond the window"].values())) == 1
+    assert figures["in-distribution penalty (%)"] == {"b": 0}
 
 
 @pytest.mark.parametrize(
@@ -492,7 +497,7 @@ def test_probe_finds_the_cliff_and_leaves_the_model_alone(monkeypatch):
         advice = probe(subject, tokens(1, 4 * WINDOW), progress=False)
         assert advice.factor == 4 and advice.recipe["rescale_args"] == {"factor": 4.0} and words in str(advice)
         assert "based on loss" in str(advice) and "`rope-patch extend`" in str(advice)
-        assert f"The cliff begins at position {advice.native.cliff_start()}" in str(advice)
+        assert f"It rises for good at position {advice.native.cliff_start()}" in str(advice)
         assert 2 * WINDOW - 4 < advice.native.cliff_start() <= 2 * WINDOW
         assert model_hash(subject) == before
     with pytest.raises(ValueError, match="call unpatch_model first"):

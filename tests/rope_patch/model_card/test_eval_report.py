@@ -34,6 +34,10 @@ def test_the_label_of_the_checkpoint_is_known_by_its_folder(tmp_path):
     report = stored(tmp_path / "report", **{"model native": "native=base", "model mine": f"mine={tmp_path / 'model'}"})
     assert EvalFigures.read(report, tmp_path / "model").own == "mine"
     assert EvalFigures.read(report, tmp_path / "other").own is None
+    summary = {"summary": [{"figure": "loss", "values": {"ours#1": 3.0, "ours#2": 2.0}}]}
+    settings = {"model ours#1": "ours=elsewhere", "model ours#2": f"ours={tmp_path / 'model'}"}
+    (report / "results.json").write_text(json.dumps({"settings": settings, **summary}))
+    assert EvalFigures.read(report, tmp_path / "model").own == "ours#2"
 
 
 def test_a_report_beside_the_checkpoint_counts_if_it_measured_it(tmp_path):

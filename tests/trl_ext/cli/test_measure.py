@@ -61,7 +61,7 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, monkeypatch, capsys
         monkeypatch.setitem(MEASURES, name, replace(MEASURES[name], run=lambda _: pytest.fail("measured")))
     assert run(folder, "eval", *arguments) == 0
     out = capsys.readouterr().out
-    assert "native" in out and "cliff" in out and f"Report: {report}/report.html" in out
+    assert "native" in out and "rise of the loss beyond the window" in out and f"Report: {report}/report.html" in out
     assert "\npi won: " in out and "\npi lost: " in out
     assert f"compared over one context window: {WINDOW} positions, the context window of native." in out
     stored = json.loads((report / "results.json").read_text())
@@ -69,11 +69,11 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, monkeypatch, capsys
     assert stored["settings"]["model pi"].endswith("@pi:factor=4")
     windows = {label: result["window"] for label, result in stored["results"]["cliff"].items()}
     assert windows["native"] == windows["pi"] == WINDOW, "the trained window, not the promised one"
-    assert "no cliff is measured" not in out
+    assert "no loss beyond is measured" not in out
     assert run(folder, "eval", *arguments, "--window", "499") == 0
     out = capsys.readouterr().out
     assert "compared over one context window: 499 positions." in out
-    assert "Sequences of 500 tokens end within it, so no cliff is measured: give a longer" in out
+    assert "Sequences of 500 tokens end within it, so no loss beyond is measured: give a longer" in out
 
 
 def sparse(folder):
@@ -179,6 +179,35 @@ def test_options_are_read_by_what_stands_for_a_measure(folder, monkeypatch):
     assert plan.ruler_samples == 5
     _, plan = plan_of(monkeypatch, folder, *models[:2], "--lm-eval", "mmlu", "--limit", "4")
     assert plan.limit == 4
+
+
+def test_a_seed_gives_other_prompts_and_the_gain_may_have_the_papers_definition(folder):
+    def measured(*arguments):
+        command = ["--model", str(folder / "tiny"), "--report", str(folder / "report"), "--length", "600"]
+        assert run(folder, "eval", *command, *arguments) == 0
+        return {k: r["tiny"] for k, r in json.loads((folder / "report/results.json").read_text())["results"].items()}
+
+    passkeys = ["--passkey", "--lengths", "400", "--trials", "1"]
+    both = measured(*passkeys, "--gain", "paper")
+    assert both["gain"]["kind"] == "paper" and both["gain"]["total"] != both["gain"]["exact"]
+    exact = measured("--gain")["gain"]
+    assert exact["kind"] == "exact" and exact["total"] == exact["exact"] == both["gain"]["exact"]
+    hashes = [measured(*passkeys, "--seed", seed)["passkey"]["prompt_hashes"] for seed in ("0", "7")]
+    assert hashes[0] == both["passkey"]["prompt_hashes"] != hashes[1]
+
+
+def test_models_of_one_label_are_compared_as_one(folder, capsys):
+    paths = [f"{folder / 'tiny'}@pi:factor={factor}" for factor in (2, 4)]
+    models = [f"--model=native={folder / 'tiny'}", *(f"--model=ours={path}" for path in paths)]
+    assert run(folder, "eval", *models, "--report", str(folder / "report"), "--length", "300", "--cliff") == 0
+    assert "\nWon:  " in capsys.readouterr().out, "two models are compared, so that none is named"
+    stored = json.loads((folder / "report/results.json").read_text())
+    assert list(stored["results"]["cliff"]) == ["native", "ours#1", "ours#2"]
+    assert stored["settings"]["model ours#2"].endswith("@pi:factor=4")
+    cells = stored["regressions"]["cells"]
+    assert cells and {(cell["label"], cell["runs"]) for cell in cells} == {("ours", 2)}
+    page = (folder / "report/report.html").read_text()
+    assert ", mean of 2 models</td>" in page and '<th class="n">ours#2</th>' in page
 
 
 @pytest.fixture
@@ -363,7 +392,8 @@ def test_what_rows_are_too_short_for_is_left_out_and_told_unless_it_is_named(fol
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "x=tiny", "--model", "x=tiny"], "labels must differ, got x, x"),
+        (["--model", "tiny", "--model", "x/../tiny"], "labels must differ, got tiny twice: name models as LABEL=PATH."),
+        (["--model", "x=tiny", "--model", "x=tiny"], "--model x is what others are compared with, so it must be one"),
         (["--model", "tiny", "--trials", "0"], "--trials must be an integer of at least 1, got 0"),
         (["--model", "tiny", "--length", "0"], "--length must be an integer of at least 1, got 0"),
         (["--model", "tiny", "--model", "nowhere/model"], "--model: nowhere/model is no folder with a"),

@@ -3,13 +3,16 @@
 import contextlib
 import io
 import json
+import os
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType, ModuleType
 
 import datasets
+import evaluate as hf_evaluate
 import lm_eval
 import nltk
 import pytest
@@ -20,7 +23,7 @@ from support.tiny import tiny
 
 from rope_patch.eval import EvalPlan, Ruler, lm_eval_tasks, ruler, run_suite, short_text
 from rope_patch.eval.measures.harness import evaluate, quiet, task_index
-from rope_patch.eval.measures.lm_eval_tasks import SUGGESTED, _leaves, check_tasks
+from rope_patch.eval.measures.lm_eval_tasks import SUGGESTED, check_tasks, leaf_tasks
 from rope_patch.eval.measures.ruler_prompts import TASKS, chosen_tasks, ruler_prompts
 from rope_patch.eval.measures.short_text import BENCHMARKS, benchmark_rows, chosen_benchmarks
 from rope_patch.eval.results.cache import afresh
@@ -147,7 +150,7 @@ def test_benchmarks_that_are_not_there_are_refused(model, tmp_path):
         (tmp_path / "none", None, FileNotFoundError, "there is no folder"),
         (tmp_path, None, FileNotFoundError, r"has none of lambada_openai_test, .* as .jsonl or .jsonl.xz"),
         (tmp_path, ["piqa"], FileNotFoundError, "has no piqa_valid.jsonl or .jsonl.xz for 'piqa'"),
-        (tmp_path, ["mmlu"], ValueError, "unknown benchmark 'mmlu'"),
+        (tmp_path, ["mmlu_pro"], ValueError, "unknown benchmark 'mmlu_pro'. Known: .*linearard"),
     ]
     for data, benchmarks, error, message in refused:
         with pytest.raises(error, match=message):
@@ -168,22 +171,79 @@ def test_benchmarks_that_are_not_there_are_refused(model, tmp_path):
         ("piqa", [{"goal": "x", "choices": 5, "label": 0}], "field choices of line 1 .* got 5"),
         ("hellaswag", [LOCAL["hellaswag"][0], {"ctx": None, "choices": [], "label": 0}], "field ctx of line 2 .* got"),
         ("boolq", [{"passage": "x", "question": "y", "label": 2}], "field label of line 1 of .* from 0 to 1, got 2"),
+        (
+            "mmlu",
+            [{"subject": "heraldry", "question": "x", "choices": ["a", "b"], "label": 0}],
+            "field subject of line 1 .* a subject of lm-eval's mmlu, as in mmlu_SUBJECT, got 'heraldry'",
+        ),
         ("lambada_openai", [{"title": "x"}], "field text of line 1 .* must be a string, got no such field among title"),
     ],
 )
 def test_a_benchmark_of_another_form_is_refused_before_anything_is_measured(name, rows, message, tmp_path):
     write_lines(tmp_path / f"{BENCHMARKS[name].file}.jsonl", rows)
     with pytest.raises(ValueError, match=message):
-        chosen_benchmarks(tmp_path, None)
+        chosen_benchmarks(tmp_path, [name])
 
 
 def test_each_benchmark_has_the_fields_that_are_listed(tmp_path):
     common = {"text": "x", "ctx": "x.", "goal": "x", "sentence": "_", "question": "x", "passage": "x", "label": 1}
+    common |= {"context": "x", "subject": "anatomy"}
     for name, benchmark in BENCHMARKS.items():
-        write_lines(tmp_path / f"{benchmark.file}.jsonl", [{**common, "choices": ["a", "b"]}])
+        choices = ["a", "b", "c"] if name == "social_iqa" else ["a", "b"]
+        write_lines(tmp_path / f"{benchmark.file}.jsonl", [{**common, "choices": choices}])
         (row,) = benchmark_rows(name, tmp_path / f"{benchmark.file}.jsonl")
         assert benchmark.convert(row)
-    assert set(chosen_benchmarks(tmp_path, None)) == set(BENCHMARKS)
+    assert set(chosen_benchmarks(tmp_path, None)) == set(BENCHMARKS) - {"mmlu", "mathqa", "social_iqa"}
+    assert set(chosen_benchmarks(tmp_path, ["linearard"])) >= {"mmlu", "mathqa", "social_iqa", "lambada_openai"}
+
+
+def test_the_benchmarks_of_linearard_give_lm_evals_numbers_and_its_recovery(model, tmp_path):
+    questions = [{"question": f"Is {k} even?", "choices": ["yes", "no, no", f"{k}"], "label": k % 3} for k in range(9)]
+    write_lines(tmp_path / "social_iqa_dev.jsonl", [{**row, "context": "They count."} for row in questions])
+    write_lines(tmp_path / "mathqa_test.jsonl", [{**row, "choices": [*row["choices"], "9", "8"]} for row in questions])
+    subjects = {"anatomy": questions[:5], "virology": questions[2:]}
+    fours = {k: [{**r, "choices": [*r["choices"], "4"], "subject": k} for r in rows] for k, rows in subjects.items()}
+    write_lines(tmp_path / "mmlu_test.jsonl", [row for rows in fours.values() for row in rows])
+    hub = {
+        "social_iqa": [
+            {
+                "context": "They count.",
+                "question": row["question"],
+                **dict(zip(("answerA", "answerB", "answerC"), row["choices"], strict=True)),
+                "label": str(row["label"] + 1),
+            }
+            for row in questions
+        ],
+        "mathqa": [
+            {
+                "Problem": row["question"],
+                "options": f"a ) yes , b ) no, no , c ) {k} , d ) 9 , e ) 8",
+                "correct": "abc"[row["label"]],
+            }
+            for k, row in enumerate(questions)
+        ],
+        **{f"mmlu_{k}": [{**row, "answer": row["label"]} for row in rows] for k, rows in fours.items()},
+    }
+    tasks = []
+    for name, rows in hub.items():
+        write_lines(tmp_path / f"hub_{name}.jsonl", rows)
+        files = dict.fromkeys(("train", "validation", "test", "dev"), str(tmp_path / f"hub_{name}.jsonl"))
+        tasks.append(
+            {"task": name, "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+        )
+    ours = short_text(model, TOKENIZER, data=tmp_path, benchmarks=["mmlu", "mathqa", "social_iqa"])
+    with quiet():
+        lm = HFLM(pretrained=model, tokenizer=TOKENIZER)
+        theirs = lm_eval.simple_evaluate(lm, tasks=[{"group": "shared", "task": tasks}], bootstrap_iters=0)
+    of_task = {name: theirs["results"][name]["acc,none"] for name in hub}
+    by_size = (5 * of_task["mmlu_anatomy"] + 7 * of_task["mmlu_virology"]) / 12
+    expected = {"mmlu": by_size, "mathqa": of_task["mathqa"], "social_iqa": of_task["social_iqa"]}
+    assert ours.accuracy == pytest.approx(expected) and len(set(expected.values()) - {0, 1}) > 1
+    assert ours.samples == {"mmlu": 12, "mathqa": 9, "social_iqa": 9}
+    half = replace(ours, accuracy={name: accuracy / 2 for name, accuracy in ours.accuracy.items()})
+    assert half.compared_with(ours) == {"recovery ratio, short text (%)": pytest.approx(50)}
+    limited = short_text(model, TOKENIZER, data=tmp_path, benchmarks=["mmlu"], limit=2)
+    assert limited.samples == {"mmlu": 4}, "of each subject, as lm-eval's own limit"
 
 
 def writing(causal_lm, seen, reply):
@@ -427,6 +487,44 @@ def summed(prompt):
     return f"I say #### {k + (k != 3)}"
 
 
+def times(prompt):
+    """The body of a function f2 that doubles, and so on; that of f3 is wrong."""
+    return f"    return n * {prompt[-6].replace('3', '9')}\n"
+
+
+class CodeEval:
+    """The metric code_eval of the hub, for one program."""
+
+    def compute(self, references, predictions, k):
+        assert os.environ["HF_ALLOW_CODE_EVAL"] == "1" and k == [1]
+        ((candidate,),), (test,) = predictions, references
+        try:
+            exec(f"{candidate}\n{test}", {})
+        except AssertionError:
+            return {"pass@1": 0.0}, {}
+        return {"pass@1": 1.0}, {}
+
+
+def test_code_of_the_model_runs_only_where_this_is_allowed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
+    monkeypatch.setattr(hf_evaluate, "load", lambda name: {"code_eval": CodeEval()}[name])
+    test = "def check(candidate):\n    assert candidate(5) == {}\n"
+    rows = [
+        {"task_id": f"{k}", "prompt": f"def f{k}(n):\n", "test": test.format(5 * k), "entry_point": f"f{k}"}
+        for k in (2, 3, 4)
+    ]
+    write_lines(tmp_path / "humaneval.jsonl", rows)
+    causal_lm = writing(tiny(vocab_size=CHARACTERS), [], times)
+    options = {"length": 2000, "data": tmp_path, "batch_size": 3}
+    with pytest.raises(ValueError, match="humaneval may run the code .* --confirm-run-unsafe-code"):
+        lm_eval_tasks(causal_lm, TOKENIZER, ["humaneval"], **options)
+    result = lm_eval_tasks(causal_lm, TOKENIZER, ["humaneval"], **options, confirm_run_unsafe_code=True)
+    assert result.scores == {"humaneval": [1.0, 0.0, 1.0]} and result.accuracy == {"humaneval": 2 / 3}
+    plan = EvalPlan(("lm-eval",), length=2000, lm_eval=("longproc",))
+    with pytest.raises(ValueError, match="--confirm-run-unsafe-code"):
+        plan.check(TOKENIZER, [])
+
+
 def test_examples_long_documents_and_replies(tmp_path):
     causal_lm, seen = tiny(vocab_size=CHARACTERS), []
     long = {"question": "word " * 400 + "What is 9 plus 1?", "answer": "#### 10"}
@@ -617,6 +715,6 @@ def test_every_task_that_is_named_to_users_is_one_of_lm_evals():
     index = task_index()
     assert named <= set(index), named - set(index)
     for name in ("longbench2", "infinitebench", "babilong", "graphwalks", "mmlu", "gsm8k", "ifeval"):
-        for leaf in _leaves(name):
+        for leaf in leaf_tasks(name):
             # the hub's data set that it loads, out of its file in the installed package
             assert index[leaf].kind.name in ("TASK", "PY_TASK") and index[leaf].yaml_path.is_file(), leaf

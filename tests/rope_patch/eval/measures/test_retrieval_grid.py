@@ -45,11 +45,12 @@ def test_both_measures_come_from_one_grid_and_are_named_apart(by_its_own):
             expected.append(p.forced_score(logits[len(p.ids) - 1 : -1].argmax(-1).tolist()))
     assert grid.forced_scores == expected and grid.forced_by_length == [sum(expected) / 4]
     knows = replace(grid, scores=[0.0] * 4, accuracy=[[0.0, 0.0]], forced_scores=[1.0, 1.0, 1.0, 0.0])
-    assert knows.headline() == {"passkey at 600, as written": 0, "passkey at 600, teacher-forced": 0.75}
+    assert knows.headline() == {"passkey at 600, as written": 0, "passkey at 600, with the answer given": 0.75}
     assert [(r["as_written"], r["teacher_forced"]) for r in knows.table()][:2] == [(0, 1), (0, 0.5)]
     said = knows.reading()
     assert (
-        said[0].startswith("model, as written: 0 % at 600") and said[1] == "model, teacher-forced: 75 % at 600 tokens."
+        said[0].startswith("model, as written: 0 % at 600")
+        and said[1] == "model, with the answer given: 75 % at 600 tokens."
     )
     assert RetrievalGrid.column == "as_written", "models are compared by it"
 
