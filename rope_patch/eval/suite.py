@@ -78,7 +78,7 @@ class EvalPlan:
             code.
         batch_size: maximum number of prompts answered at once; four times as many short requests share a forward pass.
             Default: prompts with 8 GiB of keys and values, 4 prompts of lm-eval's tasks, and 16 short requests.
-        seed: seed of the prompts of passkeys and needles; default: 0. Another seed gives other prompts.
+        seed: seed of the prompts of passkeys, needles and RULER; default: 0. Another seed gives other prompts.
         chat_template: whether retrieval, RULER, short text and lm-eval's tasks use the tokenizer's chat template;
             default: auto, if there is one, except for LAMBADA. Loss by position always reads raw text.
         window: window over which all models are compared, in positions; default: the trained window of the first model.

@@ -141,6 +141,7 @@ def ruler(
     hotpotqa: str | Path | None = None,
     batch_size: int | None = None,
     chat_template: ChatTemplate = "auto",
+    seed: int = 0,
     progress: bool = True,
     remember: Remember = afresh,
     prompts: RulerPrompts | None = None,
@@ -163,6 +164,7 @@ def ruler(
         batch_size: maximum number of prompts in memory and answered at once; None means 8 GiB of keys and values.
         chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. Lengths
             include it.
+        seed: of the prompts; 0 draws lm-eval's.
         progress: whether to show a bar over tasks and lengths.
         remember: stores each task and length as soon as it is done.
         prompts: prompts from `ruler_prompts` with the same lengths, samples and chat_template, in place of tasks and
@@ -186,6 +188,7 @@ def ruler(
         squad=squad,
         hotpotqa=hotpotqa,
         chat_template=chat_template,
+        seed=seed,
         progress=progress,
     )
     chosen = list(dict.fromkeys(task for _, task in documents))
@@ -298,6 +301,7 @@ def _prompt_options(plan: "EvalPlan", texts: list[str]) -> dict[str, Any]:
         "squad": plan.squad,
         "hotpotqa": plan.hotpotqa,
         "chat_template": plan.chat_template,
+        "seed": plan.seed,
     }
 
 
@@ -333,7 +337,7 @@ RULER = Measure(
     run=_measured,
     help="RULER's 13 long-context tasks, through lm-eval",
     asks=True,
-    settings=("ruler_samples", "chat_template"),
+    settings=("ruler_samples", "chat_template", "seed"),
     parts=("lengths", "ruler_lengths", "ruler_tasks"),
     files=("squad", "hotpotqa"),
     check=_check,

@@ -67,6 +67,7 @@ def ruler_prompts(
     squad: str | Path | None = None,
     hotpotqa: str | Path | None = None,
     chat_template: ChatTemplate = "auto",
+    seed: int = 0,
     progress: bool = True,
 ) -> RulerPrompts:
     """The prompts of `ruler`, with the same arguments. Many long prompts are made by all processors.
@@ -80,7 +81,7 @@ def ruler_prompts(
     frame = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
     # the longest first, which take most of the time
     cells = [(length, task) for length in sorted(lengths, reverse=True) for task in chosen]
-    make = partial(_made, tokenizer, frame, samples, data)
+    make = partial(_made, tokenizer, frame, samples, data, seed)
     n_processes = min(os.cpu_count() or 1, len(cells), samples * sum(length for length, _ in cells) // _TOKENS)
     with tqdm(total=len(cells), desc="RULER prompts", unit="task", disable=not progress) as bar:
         if n_processes > 1 and type(tokenizer).__module__.startswith("transformers."):  # others may be defined anywhere
@@ -98,11 +99,13 @@ def _made(
     frame: int,
     samples: int,
     data: dict[str, str | Path | None],
+    seed: int,
     cells: Sequence[tuple[int, str]],
 ) -> RulerPrompts:
     """The prompts of some cells."""
     return {
-        (n, task): _documents(task, tokenizer, n, frame, samples, data.get(_NEEDS.get(task, ""))) for n, task in cells
+        (n, task): _documents(task, tokenizer, n, frame, samples, data.get(_NEEDS.get(task, "")), seed)
+        for n, task in cells
     }
 
 
@@ -160,11 +163,17 @@ def chosen_tasks(tasks: Sequence[str] | None, **data: Any) -> list[str]:
 
 
 def _documents(
-    task: str, tokenizer: PreTrainedTokenizerBase, length: int, frame: int, samples: int, source: str | Path | None
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    frame: int,
+    samples: int,
+    source: str | Path | None,
+    seed: int,
 ) -> list[dict[str, Any]]:
     """lm-eval's documents of one task and length, made from `source`; `frame` tokens stand around each prompt."""
     room = length - frame
-    with _generators(task, length) as lm_eval:
+    with _generators(task, length, seed) as lm_eval:
         if task in _NEEDLES:
             kind = _NEEDLES[task]["type_haystack"]
             essay = re.sub(r"\s+", " ", str(source)).split(" ")
@@ -197,7 +206,7 @@ def _documents(
 
 
 @contextmanager
-def _generators(task: str, length: int) -> Iterator[Any]:
+def _generators(task: str, length: int, seed: int) -> Iterator[Any]:
     """lm-eval's generator modules, repeatable and offline inside the block, without their progress bars.
 
     Sentences are split by punctuation: NLTK's splitter needs a download, and the places of needles do not need a better
@@ -215,8 +224,8 @@ def _generators(task: str, length: int) -> Iterator[Any]:
     states = random.getstate(), cwe_utils.RNG.getstate()
     for m, name, value in replaced:
         setattr(m, name, value)
-    random.seed(_SEED)
-    cwe_utils.RNG.seed(_SEED)
+    random.seed(_SEED + seed)
+    cwe_utils.RNG.seed(_SEED + seed)
     try:
         with redirect_stdout(StringIO()):  # one of them prints its search for a length
             yield SimpleNamespace(**modules)
