@@ -2,12 +2,14 @@
 
 import re
 import runpy
+from pathlib import Path
 
 import pytest
 import yaml
 from support.pages import RESULTS, ROOT, is_made
 from support.training import trainer
 
+from rope_patch.export import PROGRAMS
 from rope_patch.patch import view_source
 from rope_patch.rescalings import RESCALINGS
 from rope_patch.views import VIEWS
@@ -65,6 +67,13 @@ def test_options_in_a_sentence_name_what_they_are_options_of(page):
     for span in re.findall(r"`([^`\n]*)`", page.read_text()):
         for name in re.findall(r"--(\w+)-args '", span):
             assert re.search(rf"--{name} ", span), span
+
+
+def test_the_page_on_serving_has_the_command_of_each_program():
+    page = (ROOT / "docs" / "serving.md").read_text()
+    for name, command in PROGRAMS.items():
+        assert name == "transformers" or f"`{command(Path('FOLDER'), 65536)}`" in page
+    assert set(re.findall(r"^\| `([\w.]+)`.* \| `", page, re.M)) == set(PROGRAMS)
 
 
 def glossary():

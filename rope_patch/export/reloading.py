@@ -21,10 +21,10 @@ logger = logging.get_logger(__name__)
 TOKENS = 512
 """Most tokens that are compared."""
 _KEPT = 64  # last tokens whose logits are kept: with a large vocabulary those of all tokens are gigabytes
-# root mean square of the differences over the standard deviation of the logits. On SmolLM2-135M a wrong rope type differs
-# by 0.44 or more, and YaRN by 3.5 in place of 4 by 0.29. Merging an adapter rounds weights of half precision once more,
-# which differs by 0.1 there, and in single logits by as much as a wrong rope type. Kernels of 4-bit weights compute in
-# half precision too
+# root mean square of the differences over the standard deviation of the logits. On SmolLM2-135M a wrong rope type
+# differs by 0.44 or more, and YaRN by 3.5 in place of 4 by 0.29. Merging an adapter rounds weights of half precision
+# once more, which differs by 0.1 there, and in single logits by as much as a wrong rope type. Kernels of 4-bit
+# weights compute in half precision
 _TOLERANCE = 0.001
 _TOLERANCE_HALF = 0.2
 

@@ -39,7 +39,9 @@ def test_rounding_in_half_precision_is_no_other_model_also_where_it_moves_one_lo
     exact = reference.logits[0].clone()
     reference.logits[0][0, 0] += 3 * exact.std()
     expected = 3 * exact.std() / exact.numel() ** 0.5 / reference.logits[0].std()
-    assert require_same_logits(folder, model, reference) == pytest.approx(expected.item(), rel=0.1)  # and what rounding adds
+    assert require_same_logits(folder, model, reference) == pytest.approx(
+        expected.item(), rel=0.1
+    )  # and what rounding adds
     torch.manual_seed(0)
     reference.logits[0].copy_(exact + 0.3 * exact.std() * torch.randn_like(exact))
     with pytest.raises(RuntimeError, match="differ by 0.2.* standard deviations of logits, and may differ by 0.2"):
