@@ -561,4 +561,3 @@ def test_rates_of_the_relation_kernel_count_its_products():
     assert f"{cudnn} % of cuDNN's rate, and in the run below at {flash} % of FlashAttention-4's" in text_of(
         "research/results/kernels.md"
     )
-    assert f"{cudnn} % of cuDNN's and {flash} % of FlashAttention-4's" in text_of("docs/distillation.md")
