@@ -26,6 +26,8 @@ myst_heading_anchors = 4  # links to headings, as GitHub has them
 nb_execution_mode = "off"  # a test runs the notebooks
 exclude_patterns = ["_build"]
 
+smartquotes = False  # options are quoted as one types them
+
 html_theme = "furo"
 html_title = "rope-patch"
 html_theme_options = {"source_repository": "https://github.com/rope-patch/rope-patch/", "source_directory": "docs/"}

@@ -1,7 +1,7 @@
-"""Run every program on every tiny checkpoint and write the tables of docs/serving.md. Run: python docs/serving_table.py
+"""Run every program on every tiny checkpoint and write the table of docs/serving.md. Run: python docs/serving_table.py
 
 The programs come first: python tests/serving/programs.py. It takes about half an hour on two cores. With --no-run
-the tables are written from tests/serving/expected.py and research/results/served-cpu.jsonl as they are.
+it writes the table from tests/serving/expected.py as it is. Tables of research/results/serving.md are always written.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from result_lines import read_lines  # noqa: E402
 from served_results import tables  # noqa: E402
 
 PAGE = ROOT / "docs" / "serving.md"
-WHOLE_MODELS = ROOT / "research" / "results" / "served-cpu.jsonl"
+RESULTS = ROOT / "research" / "results"
 
 
 def main() -> int:
@@ -34,9 +34,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-run", action="store_true", help="write the tables from what is expected and stored")
     args = parser.parse_args()
-    _write(WHOLE_START, WHOLE_END, tables(read_lines(WHOLE_MODELS)))
+    _write(RESULTS / "serving.md", WHOLE_START, WHOLE_END, tables(read_lines(RESULTS / "served-cpu.jsonl")))
     if args.no_run:
-        _write(START, END, table())
+        _write(PAGE, START, END, table())
         return 0
     return _run()
 
@@ -64,8 +64,8 @@ def _run() -> int:
         f"Right logits differ by {max(differences[RIGHT]):.2g} at most, wrong ones by {min(differences[WRONG]):.2g} to "
         f"{max(differences[WRONG]):.2g}.\n"
     )
-    _write(START, END, table())
-    _write(RUN_START, RUN_END, run)
+    _write(PAGE, START, END, table())
+    _write(PAGE, RUN_START, RUN_END, run)
     return 0
 
 
@@ -77,9 +77,9 @@ def _tell_changes(program: str, family: str, outcomes: dict[tuple[str, str], Out
     return len(changed)
 
 
-def _write(start: str, end: str, text: str) -> None:
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
-    PAGE.write_text(before + start + text + end + rest.partition(end)[2], encoding="utf-8")
+def _write(page: Path, start: str, end: str, text: str) -> None:
+    before, _, rest = page.read_text(encoding="utf-8").partition(start)
+    page.write_text(before + start + text + end + rest.partition(end)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 import re
 import runpy
+from pathlib import Path
 
 import pytest
 import yaml
 from support.pages import RESULTS, ROOT, is_made
 from support.training import trainer
 
+from rope_patch.export import PROGRAMS
 from rope_patch.patch import view_source
 from rope_patch.rescalings import RESCALINGS
 from rope_patch.views import VIEWS
@@ -65,6 +67,30 @@ def test_options_in_a_sentence_name_what_they_are_options_of(page):
     for span in re.findall(r"`([^`\n]*)`", page.read_text()):
         for name in re.findall(r"--(\w+)-args '", span):
             assert re.search(rf"--{name} ", span), span
+
+
+def test_the_table_of_models_is_that_of_the_tests_of_every_family():
+    def rows(page):
+        lines = (ROOT / "docs" / page).read_text().splitlines()
+        return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+
+    families = {row[0]: row for row in rows("composition.md") if len(row) == 10}
+    named = [row for row in rows("support.md") if re.match(r"`\w+`", row[0])]
+    assert len(named) == 7
+    for types, scaling, views, self_distillation, _ in named:
+        for family in re.findall(r"`(\w+)`", types):
+            _, view, pi, yarn, abf, *_, distilled, _ = families[family]
+            taken = {name for name, cell in {"pi": pi, "yarn": yarn, "abf": abf}.items() if cell == "yes"}
+            assert taken == ({"pi", "yarn", "abf"} & set(re.findall(r"`(\w+)`", scaling)) or {"pi", "yarn", "abf"})
+            assert (view == "yes") == (views != "no"), family
+            assert re.sub(r" ?\[\d+\]", "", distilled) == self_distillation.removesuffix("no"), family
+
+
+def test_the_page_on_serving_has_the_command_of_each_program():
+    page = (ROOT / "docs" / "serving.md").read_text()
+    for name, command in PROGRAMS.items():
+        assert name == "transformers" or f"`{command(Path('FOLDER'), 65536)}`" in page
+    assert set(re.findall(r"^\| `([\w.]+)`.* \| `", page, re.M)) == set(PROGRAMS)
 
 
 def glossary():

@@ -7,7 +7,7 @@ The programs come first: python tests/serving/programs.py. The model is rescaled
 held-out book with four passkeys in it (served_row.py), and writes an answer to each question; that is "ours". Then
 `rope_patch.export` writes it for a program, which does the same on the CPU with one thread, or refuses to write it.
 Programs that `export` has no target for get the checkpoint for Transformers. One JSON line a cell is added to --out;
-cells in the file are not run again. docs/serving_table.py writes the tables of docs/serving.md from the file.
+cells in the file are not run again. docs/serving_table.py writes the tables of research/results/serving.md from the file.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Tables of what research/experiments/served.py found, for docs/serving.md."""
+"""Tables of what research/experiments/served.py found, for research/results/serving.md."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -156,7 +156,7 @@ def main() -> None:
             if dtype == args.dtypes[0]:
                 exported = export(model, folder, target="vllm")
                 result["command"] = exported.command.replace(str(folder), "MODEL")
-                result["export_difference"] = exported.largest_difference
+                result["export_difference"] = exported.difference
             del model
             gc.collect()
             torch.cuda.empty_cache()

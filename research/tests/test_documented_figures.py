@@ -129,7 +129,7 @@ def test_documented_figures_of_the_extension_are_those_of_the_file():
 
 
 def test_vllm_on_a_gpu_is_documented_as_the_file_has_it():
-    text = (RESULTS.parents[1] / "docs" / "serving.md").read_text().split("\n## vLLM on a GPU\n")[1].split("\n## ")[0]
+    text = section("serving", "vLLM on a GPU")
     for line in json.loads((RESULTS / "served-vllm-h200.json").read_text())["lines"]:
         figures = f"{line['loss_within']:.3f} | {line['loss_beyond']:.3f} | {line['mean_difference']:.3f}"
         counts = f"{line['largest_difference']:.2f} | {line['passkeys']} | {line['same_answers']}"

@@ -414,19 +414,3 @@ def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
         f"order, than at its one place in two, and {places[1]} at 32768; a word in place of the sentence does no less."
         in page
     )
-
-
-def test_what_the_page_of_choices_says_of_more_books_holds(of_more):
-    page = text_of("docs/choosing.md")
-    within = [share_found(of_more[method]) for method in ("b=0", "native", "none")]
-    said = "writes {} of 104 passkeys at 8192 tokens, raw, in four wordings, where the model as it came has {} and YaRN"
-    assert said.format(*within[:2]) in page and f"YaRN 8x untrained {within[2]} (" in page
-    ten = [of_ten(of_more[method]) for method in ("b=0", "native")]
-    assert f"By ten prompts in the wording of the table above it has {share(ten[0])} of {ten[1]:.2f}" in page
-    far = [share_found(of_more[method], 65536) for method in ("pose", "b=0")]
-    said = "PoSE on as many tokens writes {} there and {} at 65536, where the other writes {}, at a loss at 32K to 64K"
-    assert said.format(share_found(of_more["pose"]), *far) in page
-    assert f"that is {fmean(lower_by(of_more, 'pose', 3)):.3f} nats lower." in page
-    end = [share_found(of_more["last 64"], n) for n in (8192, 65536)]
-    higher = f"{-fmean(lower_by(of_more, 'last 64', 3)):.3f} nats above the other's."
-    assert "without a cue, writes {} and {}, at a loss that is {}".format(*end, higher) in page

@@ -151,12 +151,6 @@ def test_what_is_said_of_keys_beyond_the_window_holds():
         f"it, the skip {share(keys(skip, 16384))}, and PosAug none" in where
         and keys(uniform, 16384) == keys(by_rows, 16384) == 0
     )
-    choosing = text_of("docs/choosing.md")
-    found = [share(keys(skip, n)) for n in (2048, 8192, 16384)]
-    assert "the skip finds {} within the window, {} at four windows and {} at eight".format(*found) in choosing
-    assert "read under YaRN {}, {} and {},".format(*(share(keys(yarn, n)) for n in (2048, 8192, 16384))) in choosing
-    found = [share(keys(same, n)) for same in (by_rows, rows_in_yarn) for n in (2048, 8192, 16384)]
-    assert "an alpha a row {}, {} and {}, read under YaRN {}, {} and {}.".format(*found) in choosing
 
 
 def test_what_another_training_of_the_same_seeds_finds():

@@ -18,33 +18,28 @@ from result_lines import mean_of, runs_by_arm
 from rope_patch.eval.results.paired import paired_interval
 
 
-def means(runs, *kinds):
-    """Means over runs of what each kind gives by length beyond 2048 tokens: `.94, .84, .41`."""
-    return [", ".join(share(mean(run[kind][n] for run in runs)) for n in ("8192", "16384", "32768")) for kind in kinds]
-
-
-def test_the_table_of_what_is_lost_is_that_of_the_report():
+def test_the_table_of_five_models_is_that_of_the_report():
     """Losses, and retrieval at every length: also where it fell."""
     summary = {
         row["figure"]: row["values"] for row in json.loads((RESULTS / "report-h200.json").read_text())["summary"]
     }
-    choosing = text_of("docs/choosing.md")
-    models = ("native", "yarn4", "yarn4+skip")
+    page = text_of("research/results/models_side_by_side.md")
+    models = ("native", "pi4", "yarn4", "skip", "yarn4+skip")
 
     def cells(figures, form):
-        return " | ".join(" / ".join(form(summary[f][m]) for f in figures) for m in models)
+        return " | ".join(", ".join(form(summary[f][m]) for f in figures) for m in models)
 
     def tenths(value):
-        return f"{value:.1f}".removeprefix("0") if value else "0"
+        return f"{value:.1f}".removeprefix("0").removesuffix(".0") if value else "0"
 
-    for kind in ("passkey", "single"):
-        assert f"| {cells([f'{kind} at {n}' for n in (4096, 16384, 32768)], tenths)} |" in choosing
+    for kind in ("passkey", "single", "multikey"):
+        assert f"| {cells([f'{kind} at {n}' for n in (4096, 16384, 32768)], tenths)} |" in page
     for figure in ("loss 64..8192 (nats per token)", "loss beyond 8192"):
-        assert f"| {cells([figure], '{:.3f}'.format)} |" in choosing
+        assert f"| {cells([figure], '{:.3f}'.format)} |" in page
 
 
 def test_passkeys_as_written_are_those_of_the_file():
-    """In choosing.md and in the results, beside the teacher-forced digits."""
+    """Beside the teacher-forced digits."""
     groups = {}
     for run in lines_of("extension-h200.jsonl"):
         groups.setdefault((run["target"], run["schedule"], run["method"]), []).append(run)
@@ -56,7 +51,7 @@ def test_passkeys_as_written_are_those_of_the_file():
         return share(mean(run["teacher_forced"]["passkey"][str(n)] for run in groups[key]))
 
     lengths = {32768: (8192, 16384, 32768), 65536: (8192, 16384, 32768, 65536)}
-    results, choosing = text_of("research/results/extension.md"), text_of("docs/choosing.md")
+    results = text_of("research/results/extension.md")
     for method in {method for target, schedule, method in groups if (target, schedule) == (65536, "yarn")}:
         keys = {target: (target, "yarn", method) for target in lengths}
         cells = [
@@ -66,14 +61,6 @@ def test_passkeys_as_written_are_those_of_the_file():
     for method in ("none", "skip distil"):
         key = (32768, "ntk", method)
         assert f"| {' | '.join([*written(key, *lengths[32768]), forced(key, 32768)])} | - |" in results
-        for schedule in ("yarn", "ntk"):
-            shares = [cell if cell != "0" else ".00" for cell in written((32768, schedule, method), *lengths[32768])]
-            assert f"| {' | '.join(shares)} |" in choosing.replace("| 0 |", "| .00 |")
-    native, full = (65536, None, "native"), (65536, "yarn", "full length")
-    for n in (8192, 65536):
-        cells = [*written(native, n), *written((65536, "yarn", "none"), n), *written((65536, "yarn", "pose"), n)]
-        cells += [forced((65536, "yarn", "pose"), n), *written(full, n), forced(full, n)]
-        assert f"| {n} | {' | '.join('.00' if cell == '0' else cell for cell in cells)} |" in choosing
 
 
 def keeping_differences(runs, arm, beside):
@@ -118,13 +105,11 @@ def test_what_the_control_of_the_first_seeds_finds_is_told_as_their_file_has_it(
 
 
 def test_whether_pose_keeps_more_than_yarn_alone_depends_on_the_prompts():
-    runs, page = lines_of("keeping-seeds-h200.jsonl"), text_of("docs/choosing.md")
+    runs, page = lines_of("keeping-seeds-h200.jsonl"), text_of("research/results/keeping.md")
     more = keeping_differences(runs, "pose", "yarn")
     near, far = ("{} ({} to {})".format(*map(size, more[f"passkey at {n}"])).split(" ", 1) for n in (2048, 7900))
     lost = [size(keeping_differences(runs, arm, "native")["passkey at 2048"][0]) for arm in ("pose", "yarn")]
-    assert "{} of the passkeys at 2048 tokens (YaRN alone, untrained, loses {})".format(*lost) in text_of(
-        "research/results/keeping.md"
-    )
+    assert "{} of the passkeys at 2048 tokens (YaRN alone, untrained, loses {})".format(*lost) in page
     said = "{} more of the passkeys than YaRN alone at 2048 tokens {} and {} more at 7900 {}."
     assert said.format(*near, *far) in page and more["passkey at 2048"][1] > 0
 
@@ -174,16 +159,9 @@ def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     assert all(slow[f"words at {n}"][2] < 0 for n in within)
     assert least_to_most(adapters["replies"]).format("nats nearer ") in said
     far = [adapters[f"words at {n}"] for n in (32768, 60000)]
-    assert "found as many numbers" in text_of("docs/extend.md") and "and fewer far words" in text_of("docs/extend.md")
     assert f"by {size(far[0][0])} and {size(far[1][0])}." in said and max(high for *_, high in far) < 0
     keys = [adapters[f"keys at {n}"] for n in (*within, 16384, 32768, 60000)]
     assert all(low < 0 < high for _, low, high in keys)
-    cells = keeping_cells("keeping-seeds-h100.jsonl")
-    choosing = text_of("docs/choosing.md")
-    words = [cells[arm][11].split(" / ") for arm in ("keep-2", "native")]
-    told = [short(of[k]) for of in words for k in (0, 5)]
-    assert "finds {} at 2048 tokens and {} at 60000, as it came {} and {}".format(*told) in choosing
-    assert f"lost {size(native['short text'][0])} of short text" in choosing
     seconds = {run["arm"]: [r["train_seconds"] for r in runs if r["arm"] == run["arm"]] for run in runs[3:]}
     times = [f"{f(seconds[arm]):.0f}" for arm in ("keep-2-lora-slow", "keep-2") for f in (min, max)]
     assert "{} to {} seconds in place of {} to {}".format(*times) in said
@@ -251,10 +229,6 @@ def test_questions_about_a_paragraph_are_told_as_their_files_have_them():
     assert f"({size(high)} to {size(low)})" in said
     questions = {run["squad"]["questions"] for run in runs if "squad" in run}
     assert f"SQuAD's questions, {questions.pop()} about 152 paragraphs" in said and not questions
-    told = [squad[arm] for arm in ("keep-2", "no-kl-2-slow-long", "native")]
-    assert "recipe answers {}, the control {}, the model as it came {}, [in three".format(*told) in text_of(
-        "docs/choosing.md"
-    )
 
 
 def test_the_table_of_long_rows_is_that_of_its_file():
@@ -498,13 +472,9 @@ def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
         assert short(cells["keep-2"][7]) in text and short(cells["native"][7]) in text
 
 
-def test_controls_of_self_distillation_stand_beside_it():
-    """Untrained ABF in the table, and how strong each control's KL was."""
+def test_the_kl_of_each_control_and_the_losses_of_long_rows_are_those_of_their_files():
     runs = lines_of("rpsd-small-scale-h200.jsonl")
-    page, results = text_of("docs/self_distillation.md"), text_of("research/results/self_distillation.md")
-    for arm in ("abf", "standard", "pose baseline", "longce", "skip", "skip, Y = 3 L"):
-        keys, mentions = means([run for run in runs if run["arm"] == arm], "multikey", "ordinal")
-        assert f"| {keys} | {mentions} |" in page, arm
+    results = text_of("research/results/self_distillation.md")
     for arm, sentence in (
         ("skip", "is {:.3f} nats for the skip"),
         ("noise", "{:.3f} nats"),
@@ -591,4 +561,3 @@ def test_rates_of_the_relation_kernel_count_its_products():
     assert f"{cudnn} % of cuDNN's rate, and in the run below at {flash} % of FlashAttention-4's" in text_of(
         "research/results/kernels.md"
     )
-    assert f"{cudnn} % of cuDNN's and {flash} % of FlashAttention-4's" in text_of("docs/distillation.md")

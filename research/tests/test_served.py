@@ -1,4 +1,4 @@
-"""The row that programs are asked with, what is made of their logits, and the tables of it in docs/serving.md."""
+"""The row that programs are asked with, what is made of their logits, and the tables of it in results/serving.md."""
 
 import re
 from pathlib import Path
@@ -172,8 +172,8 @@ def test_a_table_tells_wrong_cells_and_why_others_are_refused():
     assert "\nRun with vLLM on a CPU (1.0), llama.cpp (1.0), mlx-lm (1.0), CTranslate2 (1.0).\n" in text
 
 
-def test_docs_have_the_tables_of_the_file():
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+def test_the_page_has_the_tables_of_the_file():
+    page = (ROOT / "research" / "results" / "serving.md").read_text(encoding="utf-8")
     assert tables(LINES) == page.partition(WHOLE_START)[2].partition(WHOLE_END)[0]
 
 

@@ -47,8 +47,8 @@ class Exported:
         folder: of the checkpoint.
         target: the program that it was written for.
         command: serves it.
-        largest_difference: between its logits, in a process without this package, and those of the model; None if
-            this was not checked.
+        difference: between its logits, in a process without this package, and those of the model: root mean square
+            over the standard deviation of the logits; None if this was not checked.
         checked_tokens: length of the sequences that were compared, in tokens.
         checked_to: their last position; for a model that takes position IDs, the last one of its context window.
         folded: whether an attention factor was folded into the weights.
@@ -57,17 +57,17 @@ class Exported:
     folder: Path
     target: str
     command: str
-    largest_difference: float | None
+    difference: float | None
     checked_tokens: int
     checked_to: int
     folded: bool
 
     def __str__(self) -> str:
         checked = "The logits were not checked"
-        if self.largest_difference is not None:
+        if self.difference is not None:
             checked = (
-                f"Loaded without this package, its logits differ by at most {self.largest_difference:.2g} "
-                f"({self.checked_tokens} tokens, up to position {self.checked_to})"
+                f"Loaded without this package, its logits differ by {self.difference:.2g} standard "
+                f"deviations ({self.checked_tokens} tokens, up to position {self.checked_to})"
             )
         folded = ", with the attention factor folded into the weights" if self.folded else ""
         return f"{self.folder}: a checkpoint for {self.target}{folded}. {checked}.\nServe it with: {self.command}"
@@ -116,7 +116,7 @@ def export(
             loaded at a revision, because not every version of Transformers records the commit.
 
     Returns:
-        The folder, the command that serves it and the largest difference between logits.
+        The folder, the command that serves it and how far its logits are from the model's.
 
     Raises:
         ValueError: an unknown target, or one that would serve this model wrong; weights that cannot be merged, are

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from rope_patch import load_adapter
 from rope_patch.views import VIEWS
 from trl_ext import cli
+from trl_ext.recipes.recipe import recipe_and_flags
 from trl_ext.recipes.stages import read_stages
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -96,6 +98,16 @@ def test_a_recipe_holds_only_known_keys_and_says_how_to_run_it(recipe):
     assert recipe.read_text().startswith("# ") and f" train {named}\n" in recipe.read_text()
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
+def test_a_recipe_takes_another_model_and_another_text_by_two_flags(recipe):
+    keys, flags, source = recipe_and_flags([str(recipe), "--model", "mine", "--data", "a.jsonl", "b.jsonl.xz"])
+    stages = read_stages(keys, [*flags, *ON_CPU], source)
+    texts = [text for stage in stages for text in stage.data.datasets]
+    files = ["chats.jsonl" if stage.name == "sft" else ["a.jsonl", "b.jsonl.xz"] for stage in stages]
+    assert [text.data_files for text in texts] == files and {text.path for text in texts} == {"json"}
+    assert {stage.model.model_name_or_path for stage in stages} == {"mine"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
 def test_the_command_runs_a_recipe(recipe, tmp_path, monkeypatch, capsys):
@@ -111,7 +123,6 @@ def test_the_command_runs_a_recipe(recipe, tmp_path, monkeypatch, capsys):
     rows = [{"input_ids": [*range(3, 43)], "completion_mask": [0] * 30 + [1] * 10}] * 8  # as `rope-patch rows` writes
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings.update(
-        model_name_or_path=str(tmp_path / "model"),
         output_dir=str(tmp_path / "out"),
         dtype="float32",
         gradient_accumulation_steps=1,
@@ -129,7 +140,9 @@ def test_the_command_runs_a_recipe(recipe, tmp_path, monkeypatch, capsys):
         longce |= {"short_context": 16, "stride": 8}  # documents have 40 tokens here
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "recipe.yaml"]) == 0
+    (text,) = (text["data_files"] for text in settings["datasets"])
+    shutil.move(text, "mine.jsonl")
+    assert cli.main(["train", "recipe.yaml", "--model", "model", "--data", "mine.jsonl"]) == 0
     printed = capsys.readouterr().out
     for stage in settings.get("stages", [settings]):
         assert f"{VIEWS[stage.get('view', 'standard')].__name__}(" in printed

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..demo.settings import ROWS_PER_STEP, TO
+from ..demo.settings import FOLDER, ROWS_PER_STEP, TO
 from ..engines.device import choose_device
 from .extend import add_options
 
@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
         dest="output_dir",
         metavar="DIR",
         type=Path,
-        default=Path("rope-patch-demo"),
+        default=FOLDER,
         help="folder for all results; default: %(default)s",
     )
     demo.add_argument(

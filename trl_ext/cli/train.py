@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from ..demo.settings import FOLDER as DEMO_FOLDER
+
 MAIN_FIELDS = {
     "model_name_or_path": "the model: a hub id or a folder",
     "datasets": "the text, only in a recipe: a list, for your own file [{path: json, data_files: train.jsonl}]",
@@ -21,7 +23,10 @@ MAIN_FIELDS = {
 
 _DESCRIPTION = """\
 Fine-tune by a recipe, a YAML file with a line `field: value` for each setting. Every field is also a flag: max_steps
-is --max-steps. Flags win. `rope-patch train --config RECIPE.yaml` is the same."""
+is --max-steps. Flags win. `rope-patch train --config RECIPE.yaml` is the same.
+
+--model MODEL and --data FILE ... train by a recipe on a model and a text of yours: files of one JSON object a line,
+such as {"text": ...}. --demo takes the small model and the texts of `rope-patch demo`, which are installed."""
 _MORE = """\
 `rope-patch train --help-all` explains every field. `rope-patch methods` lists the values of rescale, view and
 objective. Recipes to start from are in examples/recipes.
@@ -38,7 +43,7 @@ def add_commands(commands: Any) -> None:
     fields = "\n".join(f"  {name:{width}}{what}" for name, what in MAIN_FIELDS.items())
     train = commands.add_parser(
         "train",
-        usage="rope-patch train RECIPE.yaml [--FIELD VALUE ...]",
+        usage="rope-patch train RECIPE.yaml [--model MODEL] [--data FILE ...] [--FIELD VALUE ...]",
         help="fine-tune by a recipe: a YAML file, whose fields are flags too",
         description=_DESCRIPTION,
         epilog=f"The main fields:\n\n{fields}\n\n{_MORE}",
@@ -55,9 +60,14 @@ def run_train(args: argparse.Namespace) -> int:
 
     launch, given = Launch.take(args.arguments)
     is_plan = "--dry-run" in given
-    arguments = with_config_flag([argument for argument in given if argument != "--dry-run"])
+    arguments = with_config_flag([argument for argument in given if argument not in ("--dry-run", "--demo")])
     if not arguments:
         raise ValueError("name a recipe: rope-patch train RECIPE.yaml. `rope-patch train --help` explains its fields.")
+    if "--demo" in given:
+        from ..demo.files import write_files
+
+        model, texts = write_files(DEMO_FOLDER)
+        arguments += ["--model", str(model), "--data", str(texts)]
     if is_plan:
         from ..recipes.fine_tuning import plan_recipe
 

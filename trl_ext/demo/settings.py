@@ -1,6 +1,10 @@
 """Options with which the demo calls `extend`. Imports nothing heavy: `rope-patch demo --help` needs them."""
 
+from pathlib import Path
 from typing import Any
+
+FOLDER = Path("rope-patch-demo")
+"""Default folder of the demo's results, model and texts."""
 
 NAME = "SmolLM2-135M-Instruct"
 """Name of the model and of its folder."""

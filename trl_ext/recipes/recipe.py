@@ -17,6 +17,7 @@ from trl import DatasetMixtureConfig, TrlParser
 from trl.scripts.utils import DatasetConfig
 
 from rope_patch.base.registry import unknown
+from rope_patch.prompts.text import JSON_LINES, is_json_lines
 
 from ..config import LONG_DOCUMENTS, RopeSFTConfig
 from .arguments import normalized, with_home
@@ -117,15 +118,39 @@ def with_config_flag(arguments: Sequence[str]) -> list[str]:
 
 
 def recipe_and_flags(arguments: Sequence[str]) -> tuple[dict[Any, Any], list[str], str]:
-    """The keys of the recipe after `--config`, the flags, and the path of the recipe; no keys without one."""
-    flags = with_config_flag(normalized(arguments))
-    if "--config" not in flags:
-        return {}, flags, "the recipe"
-    if flags[-1] == "--config":
+    """The keys of the recipe after `--config`, the flags, and the path of the recipe; no keys without one.
+
+    `--model` is short for `--model-name-or-path`. `--data FILE ...` takes the place of the recipe's text; a stage that
+    names a text of its own keeps it.
+
+    Raises:
+        ValueError: a flag lacks its value, the recipe is no YAML mapping, or a file of `--data` is not in JSON lines.
+        OSError: the recipe cannot be read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    parser.add_argument("--model")
+    parser.add_argument("--data", nargs="+")
+    given = with_config_flag(normalized(arguments))
+    if given and given[-1] == "--config":
         raise ValueError("--config must name a recipe, a YAML file.")
-    at = flags.index("--config")
-    path = flags[at + 1]
-    return read_recipe(Path(path)), flags[:at] + flags[at + 2 :], path
+    try:
+        own, flags = parser.parse_known_args(given)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: {error.message}.") from error
+    keys = {} if own.config is None else read_recipe(Path(own.config))
+    if own.model is not None:
+        flags += ["--model-name-or-path", own.model]
+    if own.data is not None:
+        for file in own.data:
+            if not is_json_lines(Path(file)):
+                raise ValueError(
+                    f'--data takes files of one JSON object a line, such as {{"text": ...}}, whose names end with '
+                    f"{', '.join(JSON_LINES)}; got {file}. `datasets` in a recipe reads other forms."
+                )
+        keys["datasets"] = [{"path": "json", "data_files": own.data, "split": "train"}]
+        keys.pop("dataset_name", None)
+    return keys, flags, own.config or "the recipe"
 
 
 def read_recipe(path: Path) -> dict[Any, Any]:

