@@ -14,8 +14,9 @@ from support.pages import RESULTS, ROOT, lines_of, share, text_of
 import keeping_results
 import rpsd_far_results
 from paired_results import seed_pairs
-from result_lines import mean_of, runs_by_arm
+from result_lines import mean_of, read_lines, runs_by_arm
 from rope_patch.eval.results.paired import paired_interval
+from ruler_results import cells_of, mean_score
 
 
 def test_the_table_of_five_models_is_that_of_the_report():
@@ -364,15 +365,16 @@ def recovered(arm):
 def test_the_figures_of_the_readme():
     kept, searched = keeping_cells("keeping-seeds-h200.jsonl"), keeping_cells("keeping-h200.jsonl")
     rows = split_rows(text := (ROOT / "README.md").read_text())
-
+    ruler = cells_of(read_lines(RESULTS / "ruler-h200.jsonl"))
     for name, arm in {"as it came": "native", "YaRN 8x, nothing trained": "yarn", "extended by": "keep-2"}.items():
         (row,) = (row for row in rows if row[0].startswith(name))
-        assert row[1:] == [found_at(kept, arm, 16384), found_at(kept, arm, 60000), short(kept[arm][8])]
-    extended, untrained = found_at(kept, "keep-2", 60000), found_at(searched, "ntk8", 16384)
+        in_ruler = [share(mean_score(ruler, RULER_ARMS[arm], n)) for n in (8192, 32768)]
+        assert row[1:] == [*in_ruler, found_at(kept, arm, 60000), short(kept[arm][8])]
+    extended, untrained = share(mean_score(ruler, "extended", 32768)), found_at(searched, "ntk8", 16384)
     keys = keys_at_128k()
     kept_share = [f"{recovered(arm):.0f} %" for arm in ("pi4", "pi4 hidden+cpt", "pi4 clm qkv 0.001+cpt")]
     assert [row[-1] for row in rows if row[0] in METHODS] == [
-        f"passkeys at 60K: 0 → {extended}",
+        f"RULER at 32K: 0 → {extended}",
         f"passkeys at 16K: 0 → {untrained}",
         f"loss at 32K to 64K: {kept['pose'][4].split(' ± ')[0]}",
         f"keys at 128K: {keys[0]}, by next-token training {keys[1]}",
@@ -424,6 +426,7 @@ def test_the_figures_of_the_gallery():
     )
 
 
+RULER_ARMS = {"native": "as it came", "yarn": "yarn 8", "keep-2": "extended"}
 METHODS = (
     "a longer window that keeps the answers",
     "no training",
