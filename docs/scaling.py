@@ -255,7 +255,7 @@ def extension_plan(facts: ModelFacts, gib: float, n_gpus: int, **options: Any) -
 
 def extend_table() -> str:
     """Memory and time of extending two models to 131072 positions, on one GPU and on eight."""
-    heads = ("", "trained", "GPUs", "engine", "GiB on each", "minutes of training", "hours in all")
+    heads = ("", "trained", "GPUs", "engine", "GiB on each", "minutes of training", "hours in all", "measured")
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in ("Llama-3-8B", "Qwen3-8B"):
         facts = extended_model(name)
@@ -268,8 +268,19 @@ def extend_table() -> str:
                 engine = "-" if plan.engine is None else f"`{plan.engine.config}`"
                 held = (plan.memory.total if plan.engine is None else plan.engine.bytes) / GIB
                 time = f"{plan.minutes.train:.1f} | {plan.minutes.total / 60:.1f}" if plan.fits else "does not fit | -"
-                rows.append(f"| {name} | {trained} | {n_gpus} | {engine} | {held:.0f} | {time} |")
+                measured = "-" if n_gpus > 1 or not plan.fits else measured_extension(name, plan)
+                rows.append(f"| {name} | {trained} | {n_gpus} | {engine} | {held:.0f} | {time} | {measured} |")
     return "\n".join(rows) + "\n"
+
+
+def measured_extension(name: str, plan: ExtensionPlan) -> str:
+    """GiB of measured steps as a plan has them, and minutes of as many rows."""
+    file = ROOT / "research" / "results" / "extension-memory-h200.json"
+    rows, weights = plan.choices.rows.value, plan.choices.weights.value
+    wanted = (name.lower(), rows["length"], weights["train"], weights["gradient_checkpointing"], "native-distill")
+    keys = ("shape", "length", "train", "checkpointing", "objective")
+    (run,) = (run for run in json.loads(file.read_text())["runs"] if tuple(run[key] for key in keys) == wanted)
+    return f"{run['peak_gib']:.0f} GiB, {rows['n'] * run['seconds_a_row'] / 60:.1f} minutes"
 
 
 def tables() -> dict[str, str]:
