@@ -13,7 +13,8 @@ from .kv_rows import KVRows
 
 # up to so many tokens, several prompts are read in one forward, even if they share more than it reuses
 _TOGETHER = {"cuda": 8192, "cpu": 256}
-_CHUNK_CPU = 8192
+# a later chunk needs a mask, and is read more slowly
+_CHUNK_CPU = 16384
 _LEAST_CHUNK, _MOST_CHUNK = 1024, 131072
 
 

@@ -13,7 +13,7 @@ from ..extension.extending import Extended, extend
 from ..extension.messages import others_quiet
 from .library import write_library
 from .model import embedded_file, is_unpacked, unpack_embedded
-from .settings import NAME, settings
+from .settings import MINUTES, NAME, TO, settings
 
 
 def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
@@ -29,10 +29,14 @@ def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
     if not is_unpacked(model):
         file = embedded_file()
         require_writable(folder)
+        # the minutes were measured with the demo's own settings
+        takes = "The plan says how long that takes." if given else f"That takes about {MINUTES[device]}."
         print(
             f"This extends the context window of {NAME}, a small model, from 8,192 to {options['to']:,} tokens.\n"
-            "It measures the model, trains it on this machine and measures it again. Nothing is downloaded. It is\n"
-            "`rope-patch extend` with less training and fewer questions. Ctrl-C stops it; the same command resumes.\n\n"
+            "It measures the model as it came, then with RoPE scaling alone, which is one line, trains it and\n"
+            f"measures it again. {takes} Nothing is downloaded.\n"
+            "It is `rope-patch extend` with less training and fewer questions.\n"
+            "Ctrl-C stops it; the same command resumes.\n\n"
             f"Unpacking the model from the package of {file.name}.",
             flush=True,
         )
@@ -44,8 +48,10 @@ def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
     return done
 
 
-def next_command(folder: Path) -> str:
-    """The command to try next, in a form that works here."""
+def next_command(folder: Path, given: dict[str, Any]) -> str:
+    """The command to try next, in a form that works here; target, device and seed are the user's, if they are set."""
     typed = sys.argv[0] if Path(sys.argv[0]).name == "rope-patch" else f"{sys.executable} -m trl_ext"
     command = "rope-patch" if shutil.which("rope-patch") else typed
-    return f"{command} extend {folder / NAME} --to 65536 --data YOUR_TEXTS.jsonl --output extended --dry-run"
+    flags = "".join(f" --{name} {given[name]}" for name in ("device", "seed") if name in given)
+    to = given.get("to", TO["cuda"])
+    return f"{command} extend {folder / NAME} --to {to} --data YOUR_TEXTS.jsonl --output extended{flags} --dry-run"
