@@ -11,7 +11,7 @@ from .results.result import Result
 
 NUMBERS = {
     "passkey": "passkeys",
-    "several": "pass keys of several people",
+    "several": "passkeys of several people",
     "niah-single": "single numbers hidden in text",
     "niah-multikey": "keys among look-alikes",
     "niah-multivalue": "numbers of one key",
@@ -92,7 +92,7 @@ def notes(compared: Regressions) -> list[str]:
             "`rope-patch eval --cliff --rows 8` compares both models on more."
         )
     if any(cell.measure == "several" for cell in compared.cells):
-        sentences.append("The pass keys of a length are asked for in one text or in few, and other texts may differ.")
+        sentences.append("The passkeys of several people stand in few texts, and other texts may differ.")
     return [*sentences, *_unseen(compared)]
 
 

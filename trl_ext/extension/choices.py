@@ -418,7 +418,7 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     # as many at each depth; fewer prompts than depths have some of them
     prompts = wanted if wanted < len(DEPTHS) else -(-wanted // len(DEPTHS)) * len(DEPTHS)
     texts = -(-prompts // len(DEPTHS))
-    asked = f"pass keys of several people in {f'{texts} texts' if texts > 1 else 'one text'}"
+    asked = f"passkeys of several people in {f'{texts} texts' if texts > 1 else 'one text'}"
     asked = "a hidden number (passkey) and as many with look-alike keys" if on_gpu else asked
     text = (
         f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of "

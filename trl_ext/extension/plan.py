@@ -134,7 +134,7 @@ class ExtensionPlan:
             "  We measured SmolLM2-135M-Instruct from 8,192 to 65,536, in three seeds. Other models may differ.",
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
-            f"{self.options.rows_per_step} rows, {batches}",
+            f"{self.options.rows_per_step} row{'s' * (self.options.rows_per_step > 1)}, {batches}",
             f"  {self.options.folder / RECIPE} will be its recipe for `rope-patch train`.",
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             f"Memory at the peak of a step, in GiB, on {device}:",

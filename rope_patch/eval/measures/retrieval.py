@@ -183,7 +183,7 @@ def _answers(
 
 _HELP: dict[Kind, str] = {
     "passkey": "retrieval of a five-digit number that is hidden in repeated filler sentences",
-    "several": "retrieval of the pass keys of several people from one text, one at each depth. A model reads the text "
+    "several": "retrieval of the passkeys of several people from one text, one at each depth. A model reads the text "
     "once for all questions, so it is quick, but other texts may differ by more than the questions show",
     "single": "needle in a haystack: retrieval of sentences hidden in your text. One; one of several; several at once; "
     "the first, second, ... of several. Also accuracy by the position of the answer",

@@ -78,7 +78,7 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, m
     assert printed.index("Unpacking the model") < printed.index("How the context") < printed.index("Training, and")
     end = printed[printed.index("\nuntrained won: ") :]
     for part in (
-        "pass keys of several people found at 1,500 tokens",
+        "passkeys of several people found at 1,500 tokens",
         "after won: ",
         "after lost: ",
         "  question:",

@@ -185,7 +185,7 @@ def test_a_cpu_asks_ten_questions_about_a_text():
     for wanted, asked, texts in ((4, 4, "one text"), (10, 10, "one text"), (15, 20, "2 texts")):
         found = choose(COMMON, options(prompts=wanted), CPU).evaluation
         assert found.value["prompts"] == asked
-        assert f" {asked} questions each for pass keys of several people in {texts}," in found.text
+        assert f" {asked} questions each for passkeys of several people in {texts}," in found.text
 
 
 def test_other_facts_or_rows_a_step_are_not_what_was_measured():

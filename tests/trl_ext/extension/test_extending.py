@@ -76,7 +76,7 @@ def test_a_model_is_extended_measured_and_exported(whole, weights):
     assert native.keys() == made.keys() and changed(native, made)
     assert done.model.name == "model" and list(done.commands) == ["transformers"]
     assert done.report.name == "report.html" and (out / "report/results.json").is_file()
-    assert any(line.startswith("pass keys of several people found at 1,500 tokens") for line in done.table)
+    assert any(line.startswith("passkeys of several people found at 1,500 tokens") for line in done.table)
     for word in ("untrained won: ", "untrained lost: ", "after won: ", "after lost: "):
         assert any(line.startswith(word) for line in done.verdict)
 
