@@ -77,7 +77,7 @@ def report(
     return write_report(
         results,
         folder,
-        title=f"{name}, extended to {plan.length:,} positions",
+        title=f"{Path(name).name if Path(name).is_dir() else name}, extended to {plan.length:,} positions",
         settings={**settings, "reasons": reasons_note, **reasons},
         window=plan.window,
     )

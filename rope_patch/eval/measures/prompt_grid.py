@@ -208,7 +208,7 @@ class PromptGrid:
         texts = self.tokenizer.batch_decode([reply.written for reply in replies], skip_special_tokens=True)
         scores = [p.score(text) for p, text in zip(prompts, texts, strict=True)]
         wordings = [p.wording for p in prompts]
-        # indices of the replies that the report shows: one of each wording, at depths that differ
+        # indices of the replies that the report shows: one of each wording, at depths that differ, or a text's
         shown = [
             min(
                 (i for i, w in enumerate(wordings) if w == wording),
@@ -217,6 +217,8 @@ class PromptGrid:
             for k, wording in enumerate(self.wordings)
             if wording in wordings
         ]
+        if self.kind == "several":
+            shown = list(range(0, len(prompts), self.trials))
         return {
             "scores": scores,
             "forced_scores": [p.forced_score(reply.forced) for p, reply in zip(prompts, replies, strict=True)],

@@ -23,6 +23,15 @@ def test_a_question_of_the_longest_prompt_is_shown_with_both_answers():
     assert shown[2] == "  before:    (nothing)" and shown[3][:18] == "  after:     7. 7." and shown[3].endswith(" ...")
 
 
+def test_the_question_that_is_shown_is_one_that_tells_the_models_apart():
+    found = results([[1.0], [0.0]], [[1.0], [1.0]], "I", "7")
+    for label, score in ((BEFORE, 0), (AFTER, 1)):
+        replies = found["passkey"][label].replies
+        nobody = {**replies[-1], "score": 0}
+        replies[-1:] = [nobody, {**nobody, "expected": "8", "score": score}]
+    assert "The number is 8." in answers(found)[0]
+
+
 @pytest.mark.parametrize("found", [{}, {"cliff": {BEFORE: losses(2.0), AFTER: losses(2.0)}}])
 def test_without_questions_there_is_none(found):
     assert answers(found) == []
