@@ -14,7 +14,7 @@ ROWS_PER_STEP = {"cuda": 8, "cpu": 1}
 # a case that was measured on a GPU (research/results/keeping.md), with a quarter of the rows and fewer prompts
 _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 
-MINUTES = 9
+MINUTES = 10
 """How long the demo takes on two free cores with its own settings, an estimate (research/results/demo.md)."""
 
 # Two cores read 12288 tokens in most of a minute, twice for each of three models: for the loss and for the questions.

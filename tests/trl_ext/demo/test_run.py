@@ -131,7 +131,10 @@ def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monk
 
 def test_the_minutes_are_those_of_its_own_settings(small, monkeypatch, capsys):
     monkeypatch.setattr(run_module, "extend", lambda *_, **__: Extended(*[None] * 7))
-    for given, said in (({}, "That takes about 9 minutes on two free cores."), ({"rows": 9}, "The plan says how long")):
+    for given, said in (
+        ({}, "That takes about 10 minutes on two free cores."),
+        ({"rows": 9}, "The plan says how long"),
+    ):
         run_module.run(small / f"out{len(given)}", "cpu", given)
         assert said in capsys.readouterr().out
 
