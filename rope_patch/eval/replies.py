@@ -45,12 +45,16 @@ def shown_replies(
 
 
 def longest_question(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any] | None:
-    """One of the longest prompts about a number, with each model's answer, as in `shown_replies`; None without one."""
+    """One of the longest prompts about a number, with each model's answer, as in `shown_replies`; None without one.
+
+    It is the first that not all models answer equally well, or else the first.
+    """
     asked = {cell: prompts for cell, prompts in _asked(results).items() if cell[0] in NUMBERS}
     if not asked:
         return None
     first = next(iter(asked))[0]  # the measure that comes first
-    return asked[max((cell for cell in asked if cell[0] == first), key=lambda cell: cell[1] or 0)][0]
+    prompts = asked[max((cell for cell in asked if cell[0] == first), key=lambda cell: cell[1] or 0)]
+    return next((p for p in prompts if len({a["score"] for a in p["answers"]}) > 1), prompts[0])
 
 
 def _asked(results: Mapping[str, Mapping[str, Result]]) -> dict[tuple[str, int | None], list[dict[str, Any]]]:

@@ -13,6 +13,7 @@ from .results.result import Result
 
 NUMBERS = {
     "passkey": "passkeys",
+    "several": "passkeys of several people",
     "niah-single": "single numbers hidden in text",
     "niah-multikey": "keys among look-alikes",
     "niah-multivalue": "numbers of one key",
@@ -92,6 +93,8 @@ def notes(compared: Regressions) -> list[str]:
             "Losses are those of a single row, and other texts may differ. "
             "`rope-patch eval --cliff --rows 8` compares both models on more."
         )
+    if any(cell.measure == "several" for cell in compared.cells):
+        sentences.append("The passkeys of several people stand in few texts, and other texts may differ.")
     return [*sentences, *_unseen(compared)]
 
 

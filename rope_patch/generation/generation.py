@@ -86,7 +86,7 @@ def ask_greedily(
         pad_token: fills a batch of the model's `generate` after replies that have ended.
         batch_size: most prompts that are held and decoded at once; None means as many as 8 GiB of keys and values, or
             fewer where memory is short.
-        prefill_chunk: prompt tokens that one forward reads; None means 16384 on a GPU and 8192 on a CPU.
+        prefill_chunk: prompt tokens that one forward reads; None means 16384.
         done: called with the number of prompts that have been read.
     """
     subject = InferenceModel(model)

@@ -13,7 +13,7 @@ from .kv_rows import KVRows
 
 # up to so many tokens, several prompts are read in one forward, even if they share more than it reuses
 _TOGETHER = {"cuda": 8192, "cpu": 256}
-_CHUNK = {"cuda": 16384, "cpu": 8192}  # tokens of a prompt that one forward reads
+_CHUNK = 16384  # tokens of a prompt that one forward reads
 _LEAST_CHUNK = 1024
 # Keys and values that are held at once. It is the same on each machine, because a reply can change with the number of
 # rows beside it: in 16 bits a matrix product of other rows rounds otherwise.
@@ -53,7 +53,7 @@ class Reader:
         causal_lm: a causal LM that `KVRows` can read.
         kv_bytes: bytes of keys and values of one token.
         batch_size: most prompts that are held at once; None means 8 GiB of keys and values.
-        chunk: tokens of a prompt that one forward reads; None means 16384 on a GPU and 8192 on a CPU.
+        chunk: tokens of a prompt that one forward reads; None means 16384.
     """
 
     def __init__(self, causal_lm: Any, kv_bytes: int, batch_size: int | None, chunk: int | None) -> None:
@@ -81,7 +81,7 @@ class Reader:
         while n_rows > 1 and n_rows * of_row > 3 * free_bytes(self.device) // 4:
             n_rows //= 2
         n_rows = min(n_rows, len(ids), self.batch_size or len(ids))
-        chunk = self.chunk or _CHUNK.get(self.device.type, _CHUNK["cpu"])
+        chunk = self.chunk or _CHUNK
         answered: list[Reply] = []
         while len(answered) < len(ids):
             out_of_memory = False

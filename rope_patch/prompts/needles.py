@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from .asking import Frame, tokens_after
-from .wordings import NEEDLE_WORDINGS, PASSKEY_WORDINGS
+from .wordings import NEEDLE_WORDINGS, PASSKEY_OF, PASSKEY_WORDINGS
 
-Kind = Literal["passkey", "single", "multikey", "multivalue", "multiquery", "ordinal"]
+Kind = Literal["passkey", "several", "single", "multikey", "multivalue", "multiquery", "ordinal"]
 
-KINDS: tuple[Kind, ...] = ("passkey", "single", "multikey", "multivalue", "multiquery", "ordinal")
+KINDS: tuple[Kind, ...] = ("passkey", "several", "single", "multikey", "multivalue", "multiquery", "ordinal")
 
 _ADJECTIVES = (
     "amber brave calm dusty eager faint gentle hollow ivory jolly keen lively mellow narrow olden proud quiet rapid "
@@ -22,9 +22,12 @@ _NOUNS = (
     "anchor basket candle dragon engine feather garden hammer island jacket kettle ladder marble needle orchard pencil "
     "quarry ribbon saddle tunnel umbrella valley window yard"
 ).split()
+_NAMES = (
+    "Anna Boris Clara David Emma Felix Greta Henry Iris Jacob Karin Leo Maria Nils Olga Peter Rosa Simon Tina Victor"
+).split()
 # kinds with the same needles in the same places: a model reads the text once for both
 _ABOUT_THE_SAME: tuple[tuple[Kind, ...], ...] = (("multikey", "multiquery"), ("multivalue", "ordinal"))
-_REPLY_TOKENS: dict[Kind, int] = {"passkey": 10, "single": 24, "multikey": 24, "ordinal": 24}
+_REPLY_TOKENS: dict[Kind, int] = {"passkey": 10, "several": 10, "single": 24, "multikey": 24, "ordinal": 24}
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
@@ -109,14 +112,15 @@ def make_prompt(
     """Hide needles in the first tokens of `haystack` so that the prompt has exactly `n_tokens`.
 
     A needle goes between two sentences if one ends within 32 tokens before its place. From the same draws, "multikey"
-    and "multiquery" hide the same needles in the same places, and so do "multivalue" and "ordinal": their prompts
-    differ after the last needle only.
+    and "multiquery" hide the same needles in the same places, and so do "multivalue" and "ordinal", and "several" at
+    all depths: their prompts differ after the last needle only.
 
     Args:
         kind: "single": one key with one value. "multikey": the same among other keys. "multivalue": one key with
             several values, and the question is about all. "multiquery": a question about several keys. "ordinal": one
             key with several values, and the question is about the first, second, ... or last. "passkey": the sentences
-            of Landmark Attention.
+            of Landmark Attention. "several": these with a pass key for each of several people, at equal distances; the
+            question is about the one nearest to `depth`.
         tokenizer: of the model.
         haystack: token IDs, at least `n_tokens`.
         n_tokens: tokens of the prompt, with question and template; None means the whole haystack.
@@ -134,15 +138,19 @@ def make_prompt(
         ValueError: the haystack is too short for the prompt.
     """
     frame = Frame.of(tokenizer, chat)
-    needles = _draw_needles(kind, n_needles, rng, wording)
-    depths = _draw_depths(needles, depth, rng)
+    needles = _draw_needles(kind, n_needles, rng, wording, depth)
+    at_equal_distances = [(2 * i + 1) / (2 * n_needles) for i in range(n_needles)]
+    depths = at_equal_distances if kind == "several" else _draw_depths(needles, depth, rng)
     pieces = [tokens_after(tokenizer, " " + sentence) for sentence in needles.sentences]
-    questions = {k: _question(k, needles, wording) for k in about_the_same(kind, n_needles)}
-    tails: dict[Kind, list[int]] = {}  # what follows the haystack
-    for k, (question, beginning, _) in questions.items():
-        parts = [question, frame.turn + beginning] if chat else [f"{question} {beginning}"]
-        tails[k] = [i for part in parts for i in tokens_after(tokenizer, part)]
-    taken = len(frame.begin) + len(tails[kind]) + sum(map(len, pieces))
+
+    def tail_of(asked: _Question) -> list[int]:
+        """What follows the haystack."""
+        parts = [asked.question, frame.turn + asked.beginning] if chat else [f"{asked.question} {asked.beginning}"]
+        return [i for part in parts for i in tokens_after(tokenizer, part)]
+
+    question, beginning, answers = asked = _question(kind, needles, wording)
+    tail = tail_of(asked)
+    taken = len(frame.begin) + len(tail) + sum(map(len, pieces))
     budget = len(haystack) if n_tokens is None else n_tokens - taken  # tokens of the haystack
     if budget < 1:
         raise TooFewTokensError(
@@ -151,9 +159,11 @@ def make_prompt(
         )
     if len(haystack) < budget:
         raise ValueError(f"the haystack has {len(haystack)} tokens, {budget} are needed: give more text.")
-    # the budget of the kind with the longest tail and reply, so that all kinds have the same places
-    lengths = {k: len(tail) + reply_tokens(k, n_needles) for k, tail in tails.items()}
-    shared = max(budget + lengths[kind] - max(lengths.values()), 1)
+    # the budget of the longest tail and reply about these needles, so that all have the same places
+    longest = max(
+        len(tail_of(_question(k, about, wording))) + reply_tokens(k, n_needles) for k, about in _alike(kind, needles)
+    )
+    shared = max(budget + len(tail) + reply_tokens(kind, n_needles) - longest, 1)
     ids, used, position = list(frame.begin), 0, 0
     for i in sorted(range(len(pieces)), key=lambda i: depths[i]):
         place = _sentence_end(tokenizer, haystack, round(depths[i] * shared), at_least=used)
@@ -162,8 +172,7 @@ def make_prompt(
         if i == needles.at_depth:
             position = len(ids)
         ids += pieces[i]
-    ids += [*haystack[used:budget], *tails[kind]]
-    question, beginning, answers = questions[kind]
+    ids += [*haystack[used:budget], *tail]
     answer_ids: list[list[int]] = []
     before = beginning
     for answer in answers:
@@ -193,10 +202,23 @@ class _Question(NamedTuple):
     answers: list[str]
 
 
-def _draw_needles(kind: Kind, n_needles: int, rng: random.Random, wording: int) -> _Needles:
+def _alike(kind: Kind, needles: _Needles) -> list[tuple[Kind, _Needles]]:
+    """The kinds, or for "several" the depths, that ask about the same needles."""
+    n = len(needles.sentences)
+    if kind == "several":
+        return [(kind, needles._replace(at_depth=i)) for i in range(n)]
+    return [(k, needles) for k in about_the_same(kind, n)]
+
+
+def _draw_needles(kind: Kind, n_needles: int, rng: random.Random, wording: int, depth: float) -> _Needles:
     if kind == "passkey":
         key = str(rng.randint(10000, 99999))
         return _Needles([PASSKEY_WORDINGS[wording].needle.format(key=key)], [""], [key], 0, False)
+    if kind == "several":
+        names = rng.sample(_NAMES, n_needles)
+        keys = [str(key) for key in rng.sample(range(10_000, 100_000), n_needles)]
+        sentences = [PASSKEY_OF.needle.format(name=name, key=key) for name, key in zip(names, keys, strict=True)]
+        return _Needles(sentences, names, keys, min(int(depth * n_needles), n_needles - 1), False)
     n = 1 if kind == "single" else n_needles
     if kind == "ordinal" and n > len(_ORDINALS):
         raise ValueError(f"'ordinal' needs n_needles <= {len(_ORDINALS)}, got {n_needles}.")
@@ -223,6 +245,9 @@ def _question(kind: Kind, needles: _Needles, wording: int) -> _Question:
     if kind == "passkey":
         passkey = PASSKEY_WORDINGS[wording]
         return _Question(passkey.question, passkey.beginning, needles.values)
+    if kind == "several":
+        name, key = needles.keys[needles.at_depth], needles.values[needles.at_depth]
+        return _Question(PASSKEY_OF.question.format(name=name), PASSKEY_OF.beginning.format(name=name), [key])
     words = NEEDLE_WORDINGS[wording]
     every, be, number, keys, answers = "", "is", words.number, needles.keys[0], needles.values[:1]
     if kind == "ordinal":

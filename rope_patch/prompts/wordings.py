@@ -74,6 +74,14 @@ PASSKEY_WORDINGS = (
     ),
 )
 
+PASSKEY_OF = PasskeyWording(
+    PASSKEY_FILLER,
+    "The pass key of {name} is {key}. Remember it. {key} is the pass key of {name}.",
+    "\nWhat is the pass key of {name}?",
+    "The pass key of {name} is",
+)
+"""The first wording, for a text with the pass keys of several people."""
+
 # the first one is RULER's
 NEEDLE_WORDINGS = (
     NeedleWording(

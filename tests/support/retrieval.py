@@ -33,7 +33,10 @@ def lookup(knows: Callable[[str, list[str]], Sequence[str]] = lambda text, value
             text = TOKENIZER.decode(row)
             body, _, question = text.rpartition("\n")
             keys = dict.fromkeys(re.findall(r"[a-z]+-[a-z]+", question))
-            if not keys:
+            name = re.search(r"pass key of (\w+)\?", question)
+            if name:
+                values = re.findall(rf"pass key of {name[1]} is (\d{{5}})", body)
+            elif not keys:
                 values = list(dict.fromkeys(re.findall(r"\d{5}", body)))
             else:
                 # a needle is a sentence with a key and a number, in either order

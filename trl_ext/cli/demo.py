@@ -10,7 +10,7 @@ from ..engines.device import choose_device
 from .extend import add_options
 
 # options with a default in `extend`; the demo has defaults of its own and must see which ones the user has set
-_UNSET = ("rows_per_step", "facts", "lora_rank", "seed", "held_out", "lengths")
+_UNSET = ("rows_per_step", "facts", "lora_rank", "seed", "held_out", "lengths", "untrained")
 
 
 def add_commands(commands: Any) -> None:
@@ -19,7 +19,8 @@ def add_commands(commands: Any) -> None:
         "demo",
         help="extend the context window of a small model within minutes",
         description="Extend the context window of SmolLM2-135M-Instruct, which is 8192 tokens. The demo runs "
-        "`rope-patch extend` with fewer training rows and prompts: it measures, trains, exports and measures again. "
+        "`rope-patch extend` with fewer training rows and prompts: it measures the model as it came and under RoPE "
+        "scaling alone, trains, exports and measures again. "
         "The model comes with a Python package, and the texts are the sources of Python's standard library: nothing "
         "is downloaded. The same command resumes a stopped run.",
     )
@@ -60,5 +61,6 @@ def run_demo(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     given |= {name: tuple(given[name]) for name in ("held_out", "lengths") if name in given}
     done = run(args.output_dir, device, given)
-    print(f"\n{done}\n\nNext, with long texts of your own: {next_command(args.output_dir)}")
+    shown = given | ({"device": args.device} if args.device else {})
+    print(f"\n{done}\n\nNext, with long texts of your own: {next_command(args.output_dir, shown)}")
     return 0

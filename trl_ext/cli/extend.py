@@ -98,6 +98,9 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
     )
     chosen.add_argument("--prompts", type=int, help="retrieval prompts of each length")
     chosen.add_argument("--lengths", type=int, nargs="+", action="extend", default=[], help="their lengths, in tokens")
+    chosen.add_argument(
+        "--untrained", action="store_true", help="measure the RoPE scaling without training too, which is one line"
+    )
 
 
 def run_extend(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..extension.extending import Extended, extend
 from .files import write_files
-from .settings import NAME, settings
+from .settings import MINUTES, NAME, TO, settings
 
 
 def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
@@ -19,10 +19,15 @@ def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
         given: options of `extend` that the user has set.
     """
     options = settings(device, given)
+    takes = f"That takes about {MINUTES} minutes on two free cores."
+    if given or device != "cpu":  # which was not timed
+        takes = "The plan says how long that takes."
     introduction = (
         f"This extends the context window of {NAME}, a small model, from 8,192 to {options['to']:,} tokens.\n"
-        "It measures the model, trains it on this machine and measures it again. Nothing is downloaded. It is\n"
-        "`rope-patch extend` with less training and fewer questions. Ctrl-C stops it; the same command resumes.\n\n"
+        "It measures the model as it came, then with RoPE scaling alone, which is one line, trains it and\n"
+        f"measures it again. {takes} Nothing is downloaded.\n"
+        "It is `rope-patch extend` with less training and fewer questions.\n"
+        "Ctrl-C stops it; the same command resumes.\n\n"
     )
     model, library = write_files(folder, introduction)
     done = extend(model, data=library, output=folder / "extended", **options)
@@ -30,8 +35,10 @@ def run(folder: Path, device: str, given: dict[str, Any]) -> Extended:
     return done
 
 
-def next_command(folder: Path) -> str:
-    """The command to try next, in a form that works here."""
+def next_command(folder: Path, given: dict[str, Any]) -> str:
+    """The command to try next, in a form that works here; target, device and seed are the user's, if they are set."""
     typed = sys.argv[0] if Path(sys.argv[0]).name == "rope-patch" else f"{sys.executable} -m trl_ext"
     command = "rope-patch" if shutil.which("rope-patch") else typed
-    return f"{command} extend {folder / NAME} --to 65536 --data YOUR_TEXTS.jsonl --output extended --dry-run"
+    flags = "".join(f" --{name} {given[name]}" for name in ("device", "seed") if name in given)
+    to = given.get("to", TO["cuda"])
+    return f"{command} extend {folder / NAME} --to {to} --data YOUR_TEXTS.jsonl --output extended{flags} --dry-run"

@@ -12,20 +12,23 @@ NAME = "SmolLM2-135M-Instruct"
 TO = {"cuda": 65536, "cpu": 12288}
 """Target context window by device; that of the model is 8192."""
 
-ROWS_PER_STEP = {"cuda": 8, "cpu": 2}
+ROWS_PER_STEP = {"cuda": 8, "cpu": 1}
 """Rows in an optimizer step by device."""
 
 # a case that was measured on a GPU (research/results/keeping.md), with a quarter of the rows and fewer prompts
 _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 
-# Two cores read a row of 12288 tokens in about a minute, which takes most of the time. They write eight chats in a
-# minute, of which one or two end, so there are no rows of chats.
+MINUTES = 10
+"""How long the demo takes on two free cores with its own settings, an estimate (research/results/demo.md)."""
+
+# Two cores read 12288 tokens in most of a minute, twice for each of three models: for the loss and for the questions.
+# They write eight chats in a minute, of which one or two end, so there are no rows of chats.
 _CPU: dict[str, Any] = {
-    "rows": 12,
+    "rows": 8,
     "row_length": 1024,
     "short": 0.0,
-    "shares": {"text": 1.0, "questions": 1.0},
-    "prompts": 1,
+    "shares": {"text": 1.0, "questions": 3.0},
+    "prompts": 10,  # about one text: six that differ, all one way, are beyond chance
 }
 _SHORT_PROMPTS = {"cuda": (4096, 16384), "cpu": (2048,)}
 
@@ -39,5 +42,11 @@ def settings(device: str, given: dict[str, Any]) -> dict[str, Any]:
     """
     to = given.get("to", TO[device])
     lengths = (*(length for length in _SHORT_PROMPTS[device] if length < to), to)
-    always = {"to": to, "lengths": lengths, "device": device, "rows_per_step": ROWS_PER_STEP[device]}
+    always = {
+        "to": to,
+        "lengths": lengths,
+        "device": device,
+        "rows_per_step": ROWS_PER_STEP[device],
+        "untrained": True,
+    }
     return {**always, **(_GPU if device == "cuda" else _CPU), **given}

@@ -424,11 +424,13 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     wanted = options.prompts or prompts
     # as many at each depth; fewer prompts than depths have some of them
     prompts = wanted if wanted < len(DEPTHS) else -(-wanted // len(DEPTHS)) * len(DEPTHS)
-    keys = " and as many with look-alike keys" if on_gpu else ""
+    texts = -(-prompts // len(DEPTHS))
+    asked = f"passkeys of several people in {f'{texts} texts' if texts > 1 else 'one text'}"
+    asked = "a hidden number (passkey) and as many with look-alike keys" if on_gpu else asked
     text = (
         f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of "
-        f"{', '.join(f'{n:,}' for n in lengths)} tokens, {prompts} question{'s' * (prompts > 1)} each for a hidden "
-        f"number (passkey){keys}, answered by generation"
+        f"{', '.join(f'{n:,}' for n in lengths)} tokens, {prompts} question{'s' * (prompts > 1)} each for {asked}, "
+        "answered by generation"
     )
     notes = ""
     if prompts > wanted:
@@ -438,7 +440,8 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     elif prompts < 40:
         notes += " So few prompts show large changes only."
     value = {
-        "measures": ["cliff", "passkey", *(["niah-multikey"] if on_gpu else [])],
+        # a CPU reads one text for all questions
+        "measures": ["cliff", *(["passkey", "niah-multikey"] if on_gpu else ["several"])],
         "prompts": prompts,
         "lengths": lengths,
         "n_rows": n_rows,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from rope_patch import patch_model
 from rope_patch.base.environment import installed_versions
@@ -207,16 +208,27 @@ class _Run:
 
     def _run(self) -> Extended:
         root, options, window = self.options.folder, self.options, self.facts.window
-        before = self._once("before", lambda: self._measure("Measuring the model as it is", measuring.BEFORE, None))
+        facts, scaling = self.facts, self.choices.rescaling.value
+        measured = {measuring.BEFORE: self._measured("Measuring the model as it is", measuring.BEFORE, facts.load)}
+        if options.untrained:
+            title = "Measuring it under the RoPE scaling, untrained"
+            measured[measuring.UNTRAINED] = self._measured(
+                title,
+                measuring.UNTRAINED,
+                lambda dtype: patch_model(facts.load(dtype), scaling["rescale"], **scaling["rescale_args"]),
+            )
         made = self._once("rows", lambda: self._rows(root / "rows.jsonl"))
         if not self._is_trained():
             self._train(made["rows"])
-        title = "Measuring it again, as it is served"
-        after = self._once("after", lambda: self._measure(title, measuring.AFTER, root / "model"))
+        measured[measuring.AFTER] = self._measured(
+            "Measuring it again, as it is served",
+            measuring.AFTER,
+            lambda dtype: AutoModelForCausalLM.from_pretrained(root / "model", dtype=dtype),
+        )
         for target in self._other_targets():
             if not (root / f"model-{target}/config.json").is_file():
                 self._export(target)
-        results = measuring.together(before, after)
+        results = measuring.together(measured)
         settings = {"model": self.facts.full_name, "data": ", ".join(options.data), "measured on": self.texts.source}
         settings |= installed_versions("trl")
         page = measuring.report(results, root / "report", self.facts.name, self.eval_plan, self.choices, settings)
@@ -252,17 +264,20 @@ class _Run:
             write_whole(file, figures)
         return read_run_record(file)
 
-    def _measure(self, title: str, label: str, model: Path | None) -> dict[str, Any]:
+    def _measured(self, title: str, label: str, load: Callable[[torch.dtype], Any]) -> dict[str, Any]:
+        return self._once(label, lambda: self._measure(title, label, load))
+
+    def _measure(self, title: str, label: str, load: Callable[[torch.dtype], Any]) -> dict[str, Any]:
         self.tell(f"\n{title}.")
         cache, begin = self.options.folder / "cache", time.perf_counter()
         device = str(self.options.device)
-        results = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, device, cache)
+        results = measuring.measure(label, load, self.facts, self.eval_plan, self.texts, device, cache)
         free_memory()
         if label == measuring.BEFORE:  # figures of both are printed at the end
             for line in measuring.lines(results, self.facts.window):
                 self.tell(line)
             minutes = (time.perf_counter() - begin) / 60
-            self.tell(f"  That took {minutes:.1f} minutes. Measuring again at the end takes about as long.")
+            self.tell(f"  That took {minutes:.1f} minutes. Each measurement takes about as long.")
         return results
 
     def _rows(self, file: Path) -> dict[str, Any]:
@@ -321,6 +336,7 @@ class _Run:
         root = self.options.folder
         steps = {
             "measuring the model as it is": self._file_of("before").is_file(),
+            **({"measuring it untrained": self._file_of("untrained").is_file()} if self.options.untrained else {}),
             "making training rows": self._file_of("rows").is_file(),
             "training and exporting": self._is_trained(),
             "measuring it again": self._file_of("after").is_file(),

@@ -1,10 +1,10 @@
 """Measure the model before and after training, and report what was won and what was lost."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rope_patch.eval import MEASURES, EvalPlan, Result, run_suite, write_report
 from rope_patch.eval.measures.prompt_grid import DEPTHS
@@ -15,8 +15,9 @@ from .choices import Choices
 from .facts import ModelFacts
 from .texts import Texts
 
-BEFORE, AFTER = "before", "after"
+BEFORE, UNTRAINED, AFTER = "before", "untrained", "after"
 _LONGEST = 90  # characters of an answer that are shown
+_WIDTH = 52  # characters of what was measured, in a table
 Results = dict[str, dict[str, Result]]
 
 
@@ -38,30 +39,29 @@ def eval_plan(facts: ModelFacts, to: int, choices: Choices, seed: int) -> EvalPl
 
 
 def measure(
-    label: str, folder: Path | None, facts: ModelFacts, plan: EvalPlan, texts: Texts, device: str, cache: Path
+    label: str,
+    load: Callable[[torch.dtype], Any],
+    facts: ModelFacts,
+    plan: EvalPlan,
+    texts: Texts,
+    device: str,
+    cache: Path,
 ) -> dict[str, Any]:
-    """Results by measure, as JSON values, of the checkpoint in `folder`; None is the original model.
+    """Results by measure, as JSON values, of the model that `load` returns; on a GPU in the dtype of its checkpoint."""
 
-    On a GPU it runs in the dtype of its checkpoint.
-    """
-
-    def load() -> Any:
-        dtype = torch.float32 if device == "cpu" else facts.dtype
-        model: Any = facts.load(dtype) if folder is None else AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        return model.to(device).eval()
+    def loaded() -> Any:
+        return load(torch.float32 if device == "cpu" else facts.dtype).to(device).eval()
 
     # `extend` prints the figures itself
-    results = run_suite({label: load}, facts.tokenizer, texts.held_out, plan, cache, tell=lambda line: None)
+    results = run_suite({label: loaded}, facts.tokenizer, texts.held_out, plan, cache, tell=lambda line: None)
     return {name: by_label[label].to_dict() for name, by_label in results.items()}
 
 
-def together(before: dict[str, Any], after: dict[str, Any]) -> Results:
-    """Measure -> label -> result, from the two returns of `measure`."""
+def together(measured: dict[str, dict[str, Any]]) -> Results:
+    """Measure -> label -> result, from label -> what `measure` returned."""
     return {
-        name: {
-            label: MEASURES[name].result.from_dict(values[name]) for label, values in ((BEFORE, before), (AFTER, after))
-        }
-        for name in before
+        name: {label: MEASURES[name].result.from_dict(values[name]) for label, values in measured.items()}
+        for name in measured[BEFORE]
     }
 
 
@@ -77,33 +77,36 @@ def report(
     return write_report(
         results,
         folder,
-        title=f"{name}, extended to {plan.length:,} positions",
+        title=f"{Path(name).name if Path(name).is_dir() else name}, extended to {plan.length:,} positions",
         settings={**settings, "reasons": reasons_note, **reasons},
         window=plan.window,
     )
 
 
 def table(results: Results, window: int) -> list[str]:
-    """A table of before and after, a line a figure."""
-    rows = figure_rows(results, window).items()
-    return [f"{'':46}{BEFORE:>9}{AFTER:>9}"] + [f"{what:46}{of[BEFORE]:>9}{of[AFTER]:>9}" for what, of in rows]
+    """A table with a column for each model, a line a figure."""
+    labels = next(iter(results.values()))
+    lines = [f"{'':{_WIDTH}}" + "".join(f"{label:>11}" for label in labels)]
+    for what, of in figure_rows(results, window).items():
+        lines.append(f"{what:{_WIDTH}}" + "".join(f"{of[label]:>11}" for label in labels))
+    return lines
 
 
 def lines(measured: dict[str, Any], window: int) -> list[str]:
     """The results of `measure` for one model, a line a figure."""
-    results = {name: {BEFORE: MEASURES[name].result.from_dict(values)} for name, values in measured.items()}
-    return [f"  {what:46}{of[BEFORE]:>9}" for what, of in figure_rows(results, window).items()]
+    rows = figure_rows(together({BEFORE: measured}), window).items()
+    return [f"  {what:{_WIDTH}}{of[BEFORE]:>9}" for what, of in rows]
 
 
 def answers(results: Results) -> list[str]:
-    """One of the longest prompts, and the answers before and after; nothing if no question was asked."""
+    """One of the longest prompts, and the answer of each model; nothing if no question was asked."""
     prompt = longest_question(results)
     if prompt is None:
         return []
     return [
         f"A question about a number in {prompt['length']:,} tokens of text. The number is {prompt['expected']}.",
-        f"  question: {_line(prompt['question'])}",
-        *(f"  {answer['label'] + ':':10}{_line(answer['reply'])}" for answer in prompt["answers"]),
+        f"  question:  {_line(prompt['question'])}",
+        *(f"  {answer['label'] + ':':11}{_line(answer['reply'])}" for answer in prompt["answers"]),
     ]
 
 

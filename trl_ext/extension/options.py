@@ -49,6 +49,7 @@ class ExtendOptions:
         gradient_checkpointing: whether activations are computed again in the backward pass to save memory.
         prompts: retrieval prompts of each length.
         lengths: of the prompts, in tokens.
+        untrained: whether to measure the RoPE scaling without training too.
         converter: llama.cpp's convert_hf_to_gguf.py.
         seed: of all random draws.
         device: "cpu" or "cuda".
@@ -83,6 +84,7 @@ class ExtendOptions:
     gradient_checkpointing: bool | None = None
     prompts: int | None = None
     lengths: tuple[int, ...] = ()
+    untrained: bool = False
     converter: str | None = None
     seed: int = 0
     device: str | None = None

@@ -3,6 +3,8 @@
 import textwrap
 from dataclasses import dataclass, fields
 
+from rope_patch.eval.measures.prompt_grid import DEPTHS
+
 from ..engines.device import free_memory
 from ..memory.step import Memory, peak_memory
 from ..recipes.engine_advice import EngineNeed
@@ -40,11 +42,12 @@ class Minutes:
     measure: float
     write: float
     train: float
+    measurements: int
 
     @property
     def total(self) -> float:
-        """Minutes of all stages; measuring is done twice."""
-        return 2 * self.measure + self.write + self.train
+        """Minutes of all stages."""
+        return self.measurements * self.measure + self.write + self.train
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class ExtensionPlan:
             "  We measured SmolLM2-135M-Instruct from 8,192 to 65,536, in three seeds. Other models may differ.",
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
-            f"{self.options.rows_per_step} rows, {batches}",
+            f"{self.options.rows_per_step} row{'s' * (self.options.rows_per_step > 1)}, {batches}",
             f"  {self.options.folder / RECIPE} will be its recipe for `rope-patch train`.",
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             f"Memory at the peak of a step, in GiB, on {device}:",
@@ -144,6 +147,7 @@ class ExtensionPlan:
             *self._engine_lines(),
             f"Minutes{by}:",
             f"  {self.minutes.measure:8.1f}  measuring the model as it is",
+            *([f"  {self.minutes.measure:8.1f}  measuring it untrained"] if self.options.untrained else []),
             *([f"  {self.minutes.write:8.1f}  texts that it writes itself"] if self.minutes.write else []),
             f"  {self.minutes.train:8.1f}  training"
             + (f" on {n_gpus} GPUs, as if they never waited for each other" if n_gpus > 1 else ""),
@@ -202,7 +206,7 @@ class ExtensionPlan:
             f"--row-length {near // 2}": options.row_length is None or options.row_length > near // 2,
             "--short 0": options.short != 0,
             "--shares text=1,questions=1": bool(own),
-            "--prompts 2": options.prompts is None or options.prompts > 2,
+            "--prompts 10": options.prompts is not None and options.prompts > len(DEPTHS),
             f"--lengths {near} {target}": not options.lengths or max(options.lengths) > target,
         }
         hint = " ".join(flag for flag, is_of_use in flags.items() if is_of_use)
@@ -254,7 +258,10 @@ def _minutes(
     batches = _batches(choices, options) if machine.n_gpus == 1 else sum(counts.values())
     train = rate.seconds(operations, batches * step_calls(size, step)) / machine.n_gpus
     n_asking = len(measuring["measures"]) - 1  # measures that ask questions: all but the loss
-    lengths = [*measuring["lengths"] * measuring["prompts"] * n_asking, *[to] * measuring["n_rows"]]
+    n_texts = measuring["prompts"] * n_asking
+    if "several" in measuring["measures"]:
+        n_texts = -(-measuring["prompts"] // len(DEPTHS))
+    lengths = [*measuring["lengths"] * n_texts, *[to] * measuring["n_rows"]]
     measure = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
     measure += _ANSWERS[step.device] * len(measuring["lengths"]) if n_asking else 0.0
     write, tokens = 0.0, own_tokens(choices)
@@ -265,7 +272,7 @@ def _minutes(
             seconds = rate.seconds(2.0 * size.parameters * AT_ONCE[step.device], calls)
         kinds = [kind for kind in ("chats", "own_texts") if kind in choices.rows.value["shares"]]
         write = sum(seconds_of_writing(facts, step.device, kind, tokens // len(kinds), seconds) for kind in kinds)
-    return Minutes(measure=measure / 60, write=write / 60, train=train / 60)
+    return Minutes(measure / 60, write / 60, train / 60, measurements=3 if options.untrained else 2)
 
 
 def _batches(choices: Choices, options: ExtendOptions) -> float:

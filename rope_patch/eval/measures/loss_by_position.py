@@ -162,6 +162,8 @@ class LossByPosition(Result):
     def pairs(self, first: Self, window: int | None) -> list[Pairs]:
         """The mean loss of each row in spans that begin at a sixteenth of the window and double in length.
 
+        The first quarter of a window beyond it is a span of its own.
+
         The tokens of one text depend on each other, so a row is one pair. A single row is compared by its blocks of 64
         tokens, with an interval that allows for the correlation of neighbouring blocks.
         """
@@ -269,11 +271,16 @@ def loss_by_position(
 
 
 def _edges(window: int | None, n_blocks: int) -> list[int]:
-    """Edges of the spans, in blocks: window / 16 and its doublings. The first block is left out, as in all means."""
+    """Edges of the spans, in blocks: window / 16 and its doublings, and 5 / 4 of the window.
+
+    A model reads on a little beyond its window, and a mean over that and what follows would hide where it fails. The
+    first block is left out, as in all means.
+    """
     if n_blocks < 2:
         return []
-    doublings = [] if window is None else [window >> k for k in range(4, 0, -1)] + [window << k for k in range(30)]
-    return sorted({1, n_blocks, *(edge // BLOCK for edge in doublings if BLOCK < edge < BLOCK * n_blocks)})
+    edges = [] if window is None else [window >> k for k in range(4, 0, -1)] + [window << k for k in range(30)]
+    edges += [] if window is None else [window * 5 // 4]
+    return sorted({1, n_blocks, *(edge // BLOCK for edge in edges if BLOCK < edge < BLOCK * n_blocks)})
 
 
 CLIFF = Measure(

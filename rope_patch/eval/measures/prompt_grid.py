@@ -32,6 +32,7 @@ Ask = Callable[[Sequence[Question], Callable[[int], None]], tuple[list[Reply], s
 Haystacks = Sequence[Sequence[int]]
 """Token ids of the text in which needles are hidden: one text for each wording, or one for all."""
 
+_FILLER = ("passkey", "several")  # kinds that are hidden in filler sentences
 _DRAWS = 100  # attempts to draw a prompt that differs from the earlier ones
 
 
@@ -39,8 +40,8 @@ def haystacks_by_kind(
     kinds: Sequence[Kind], tokenizer: PreTrainedTokenizerBase, text: str | Iterable[str], lengths: Sequence[int]
 ) -> dict[Kind, Haystacks]:
     """The haystacks of each kind; the kinds that are hidden in `text` share one."""
-    shared = text_haystacks(tokenizer, text, lengths) if set(kinds) - {"passkey"} else []
-    return {kind: passkey_haystacks(tokenizer, lengths) if kind == "passkey" else shared for kind in kinds}
+    shared = text_haystacks(tokenizer, text, lengths) if set(kinds) - set(_FILLER) else []
+    return {kind: passkey_haystacks(tokenizer, lengths) if kind in _FILLER else shared for kind in kinds}
 
 
 def passkey_haystacks(tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int]) -> Haystacks:
@@ -83,19 +84,26 @@ def check_retrieval(
     texts: Iterable[str],
     lengths: Sequence[int],
     chat_template: ChatTemplate,
+    depths: Sequence[float] = DEPTHS,
 ) -> None:
     """Raise ValueError if a length is too short for needles and question, or the text too short for a length."""
     haystacks = haystacks_by_kind((kind,), tokenizer, texts, lengths)[kind]
-    grid = PromptGrid(kind, tokenizer, lengths, (0.5,), N_WORDINGS, 4, 0, chat_template, ALL_WORDINGS)
+    checked = depths if kind == "several" else (0.5,)
+    grid = PromptGrid(kind, tokenizer, lengths, checked, N_WORDINGS, 4, 0, chat_template, ALL_WORDINGS)
     for length in lengths:
         grid.prompts(length, haystacks)
 
 
 def shortest_prompt(
-    kind: Kind, tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplate, *, n_needles: int = 4
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: ChatTemplate,
+    *,
+    n_needles: int = 4,
+    depths: Sequence[float] = DEPTHS,
 ) -> int:
     """Tokens of the shortest prompt of this kind and its reply: the longest wording, with one sentence of haystack."""
-    grid = PromptGrid(kind, tokenizer, (0,), (0.5,), 1, n_needles, 0, chat_template, ALL_WORDINGS)
+    grid = PromptGrid(kind, tokenizer, (0,), depths, 1, n_needles, 0, chat_template, ALL_WORDINGS)
     sentence = tokenizer(PASSKEY_WORDINGS[0].filler, add_special_tokens=False)["input_ids"]
     prompts = [
         grid.make(sentence, None, 0.5, trial % N_WORDINGS, random.Random(trial)) for trial in range(4 * N_WORDINGS)
@@ -125,8 +133,15 @@ class PromptGrid:
 
     @property
     def hidden(self) -> int:
-        """Number of hidden sentences: "passkey" and "single" always have one."""
+        """Number of hidden sentences: "passkey" and "single" always have one, "several" one at each depth."""
+        if self.kind == "several":
+            return len(self.depths)
         return 1 if self.kind in ("passkey", "single") else self.n_needles
+
+    @property
+    def texts(self) -> int:
+        """Texts of one length: "several" asks about one text at all depths, other kinds about a text a prompt."""
+        return self.trials if self.kind == "several" else self.trials * len(self.depths)
 
     @property
     def new_tokens(self) -> int:
@@ -156,19 +171,25 @@ class PromptGrid:
         """
         prompts: dict[tuple[int, ...], RetrievalPrompt] = {}  # by token ids
         # kinds that ask about the same needles draw them alike, so that they share their texts
-        drawn_as = about_the_same(self.kind, self.hidden)[0]
+        drawn_as, one_text = about_the_same(self.kind, self.hidden)[0], self.kind == "several"
         for depth in self.depths:
             for trial in range(self.trials):
                 # wordings take turns through depths and trials, so each is asked at all depths
-                wording = self.wordings[len(prompts) % len(self.wordings)]
+                wording = self.wordings[(trial if one_text else len(prompts)) % len(self.wordings)]
                 haystack = haystacks[wording % len(haystacks)]
-                drawn = f"{self.seed} {drawn_as} {length} {depth} {trial}"
+                drawn = f"{self.seed} {drawn_as} {length} {'' if one_text else depth} {trial}"
                 for attempt in range(_DRAWS):
                     rng = random.Random(f"{drawn} {attempt}" if attempt else drawn)
                     try:
                         prompt = self.make(haystack, length - self.new_tokens, depth, wording, rng)
                     except TooFewTokensError as error:
-                        least = shortest_prompt(self.kind, self.tokenizer, self.chat_template, n_needles=self.hidden)
+                        least = shortest_prompt(
+                            self.kind,
+                            self.tokenizer,
+                            self.chat_template,
+                            n_needles=self.n_needles,
+                            depths=self.depths,
+                        )
                         raise ValueError(
                             f"{length} tokens are too few for the needles, the question and the reply of "
                             f"{self.kind!r}: use lengths of at least {least}."
@@ -187,7 +208,7 @@ class PromptGrid:
         texts = self.tokenizer.batch_decode([reply.written for reply in replies], skip_special_tokens=True)
         scores = [p.score(text) for p, text in zip(prompts, texts, strict=True)]
         wordings = [p.wording for p in prompts]
-        # indices of the replies that the report shows: one of each wording, at depths that differ
+        # indices of the replies that the report shows: one of each wording, at depths that differ, or a text's
         shown = [
             min(
                 (i for i, w in enumerate(wordings) if w == wording),
@@ -196,6 +217,8 @@ class PromptGrid:
             for k, wording in enumerate(self.wordings)
             if wording in wordings
         ]
+        if self.kind == "several":
+            shown = list(range(0, len(prompts), self.trials))
         return {
             "scores": scores,
             "forced_scores": [p.forced_score(reply.forced) for p, reply in zip(prompts, replies, strict=True)],

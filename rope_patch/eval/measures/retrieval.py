@@ -93,7 +93,8 @@ def retrieval(
     """The grids of `passkey` and `niah` for several kinds at once, so that text which prompts share is read once.
 
     "multikey" and "multiquery" ask about the same texts, prompt by prompt, and so do "multivalue" and "ordinal". The
-    prompts of one kind have different texts, so their scores are independent.
+    prompts of one kind have different texts, so their scores are independent. "several" asks about one text at all
+    depths, so that a model reads one text for each trial, and its scores do not show how much texts differ.
 
     Args:
         model: a causal LM.
@@ -103,7 +104,7 @@ def retrieval(
         kinds: kinds of needles, as in `rope_patch.prompts.needles`.
         depths: depths of one needle that is asked for; 0 is the start of the text and 1 its end. Others are drawn.
         trials: prompts for each length and depth.
-        n_needles: number of hidden sentences, for all kinds but "passkey" and "single".
+        n_needles: number of hidden sentences, for all kinds but "passkey", "single" and "several".
         batch_size: maximum number of prompts in memory and answered at once; None means as many as fit.
         seed: seed of keys, values and places.
         chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. Lengths
@@ -130,9 +131,8 @@ def retrieval(
     def ask_model(questions: Sequence[Question], done: Callable[[int], None]) -> tuple[list[Reply], str]:
         return ask_greedily(model, questions, pad_token=pad, batch_size=batch_size, done=done), ""
 
-    per_kind = len(depths) * trials  # prompts of one length
     parts: dict[Kind, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    tokens = [len(kinds) * per_kind * length for length in lengths]
+    tokens = [sum(grid.texts for grid in grids.values()) * length for length in lengths]
 
     def measure(length: int, before: int, done: Callable[[int], None]) -> None:
         """Measure all kinds at one length, after `before` tokens of shorter ones."""
@@ -142,7 +142,7 @@ def retrieval(
             if kind not in answered:
                 # the kinds after this one are asked in the same call; those before it were stored by an earlier run
                 j = kinds.index(kind)
-                read = before + j * per_kind * length
+                read = before + sum(grids[k].texts for k in kinds[:j]) * length
                 missing = {k: grids[k] for k in kinds[j:]}
                 answered.update(_answers(missing, haystacks, length, ask or ask_model, lambda n: done(read + n)))
             return answered[kind]
@@ -171,7 +171,8 @@ def _answers(
     ]
     # a prompt that has been read still lacks its reply and the right answer, which move the bar token by token
     to_come = sum(q.max_new_tokens + len(q.answer) for q in questions) // len(questions)
-    replies, note = ask(questions, lambda n: done((length - to_come) * n))
+    texts = sum(grid.texts for grid in grids.values())
+    replies, note = ask(questions, lambda n: done((length - to_come) * n * texts // len(questions)))
     found = {}
     for kind, grid in grids.items():
         n = len(prompts[kind])
@@ -182,10 +183,12 @@ def _answers(
 
 _HELP: dict[Kind, str] = {
     "passkey": "retrieval of a five-digit number that is hidden in repeated filler sentences",
+    "several": "retrieval of the passkeys of several people from one text, one at each depth. A model reads the text "
+    "once for all questions, so it is quick, but other texts may differ by more than the questions show",
     "single": "needle in a haystack: retrieval of sentences hidden in your text. One; one of several; several at once; "
     "the first, second, ... of several. Also accuracy by the position of the answer",
 }
-_KINDS: dict[str, Kind] = {kind if kind == "passkey" else f"niah-{kind}": kind for kind in KINDS}
+_KINDS: dict[str, Kind] = {kind if kind in ("passkey", "several") else f"niah-{kind}": kind for kind in KINDS}
 
 
 def kinds_of(plan: "EvalPlan") -> list[Kind]:
@@ -222,8 +225,10 @@ def _measured(job: Job) -> RetrievalGrid:
 
 def _check(plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
     # the kind with the longest prompts first: the length that its error names is enough for the others
-    for kind in sorted(kinds_of(plan), key=lambda k: -shortest_prompt(k, tokenizer, plan.chat_template)):
-        check_retrieval(kind, tokenizer, texts, plan.lengths, plan.chat_template)
+    for kind in sorted(
+        kinds_of(plan), key=lambda k: -shortest_prompt(k, tokenizer, plan.chat_template, depths=plan.depths)
+    ):
+        check_retrieval(kind, tokenizer, texts, plan.lengths, plan.chat_template, plan.depths)
 
 
 RETRIEVAL = tuple(
@@ -231,7 +236,7 @@ RETRIEVAL = tuple(
         name=name,
         result=RetrievalGrid,
         run=_measured,
-        flag="passkey" if kind == "passkey" else "niah",
+        flag="niah" if name.startswith("niah") else name,
         by_default=kind in ("passkey", "single", "multikey"),
         asks=True,
         settings=("trials", "depths", "seed", "chat_template", "backend"),

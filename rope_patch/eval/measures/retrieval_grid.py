@@ -150,7 +150,8 @@ class RetrievalGrid(Result):
         above[0].set_ylabel("depth of the needle")
         below[0].set_ylabel(f"mean; grey: worst to\nbest wording; dotted:\n{GIVEN}")
         first = next(iter(results.values()))
-        figure.suptitle(f"{first.kind}: accuracy in percent, as written, {first.trials} prompts for each depth")
+        prompts = "1 prompt" if first.trials == 1 else f"{first.trials} prompts"
+        figure.suptitle(f"{first.kind}: accuracy in percent, as written, {prompts} for each depth")
         figure.colorbar(image, ax=above, format=lambda share, _: f"{100 * share:.0f}")
         return figure
 

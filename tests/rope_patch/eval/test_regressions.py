@@ -234,7 +234,8 @@ def test_losses_are_compared_by_spans_of_the_window():
         "loss 128..255": "same",
         "loss 256..511": "below",
         "loss 512..1023": "same",
-        "loss 1024..2047": "above",
+        "loss 1024..1279": "above",
+        "loss 1280..2047": "above",
     }
     lost = comparison.below[0]
     expected = (moved - base)[:, 4:8].mean().item()
@@ -267,7 +268,7 @@ def test_a_text_that_was_read_twice_is_one_text():
 def test_losses_that_are_equal_say_nothing_of_what_would_not_show():
     """The figure has two digits, so that it is never 0.000."""
     base = torch.full((4, 32), 3.0, dtype=torch.float64)
-    near = base + 1e-5 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    near = base + 1e-5 * torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
     for other, told in ((base, False), (near, True)):
         words = " ".join(compared(base, other).statistics())
         assert ("nats would not show" in words) == told and "0.000" not in words
@@ -277,8 +278,8 @@ def test_the_statistics_of_one_row_are_of_that_text():
     base = [[3.0] * 32]
     other = [[3.0] * 16 + [3.5 + 0.01 * (k % 3) for k in range(16)]]
     found = compared(base, other)
-    (lost,) = found.below
-    assert lost.is_of_one_text and (lost.n, lost.unit) == (16, "blocks of 64 tokens of one row")
+    far, near = found.below
+    assert near.is_of_one_text and (near.n, far.n, far.unit) == (4, 12, "blocks of 64 tokens of one row")
     assert any("holds for this text only" in sentence for sentence in found.statistics())
 
 
@@ -286,11 +287,20 @@ def test_a_loss_that_is_no_number_is_lost():
     base = [[2.0] * 32, [3.0] * 32]
     broken = [[2.0] * 16 + [math.nan] + [2.0] * 15, [3.0] * 32]
     comparison = compared(base, broken)
-    assert [c.name for c in comparison.below] == ["loss 1024..2047"] and not comparison.above
-    lost = "other lost, all beyond the window: loss 1024..2047 (2.500 to nan, not a finite number)."
+    assert [c.name for c in comparison.below] == ["loss 1024..1279"] and not comparison.above
+    lost = "other lost, all beyond the window: loss 1024..1279 (2.500 to nan, not a finite number)."
     assert lost in comparison.statistics()
     for other, outcome in ((base, "above"), (broken, "same")):
-        assert compared(broken, other).cells[-1].outcome == outcome
+        assert compared(broken, other).cells[-2].outcome == outcome
+
+
+def test_a_gain_that_begins_some_way_beyond_the_window_shows():
+    """A model that reads on well for a quarter of its window and then fails, beside one that does not fail."""
+    noise = 0.05 * torch.randn(1, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    base = torch.full((1, 32), 2.0, dtype=torch.float64)
+    base[:, 20:] += 1.0 + noise[:, 20:]
+    found = {c.name: c.outcome for c in compared(base, torch.full((1, 32), 2.0, dtype=torch.float64) + noise).cells}
+    assert found["loss 1024..1279"] == "same" and found["loss 1280..2047"] == "above"
 
 
 def test_short_text_is_compared_sample_by_sample():

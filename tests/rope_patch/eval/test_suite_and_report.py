@@ -39,7 +39,16 @@ from rope_patch.eval.results.figures import drawn_label
 TEXTS = [("It was a dark night. The wind blew! Who was there? " * 41)[k : k + 2040] for k in range(5)]
 MEASURES = ("cliff", "gain", "passkey", "niah-single", "position", "attention", "entropy", "view-kl")
 # kinds of retrieval, and what needs lm-eval and its data, are tested by themselves
-ELSEWHERE = {"niah-multikey", "niah-multivalue", "niah-multiquery", "niah-ordinal", "ruler", "short", "lm-eval"}
+ELSEWHERE = {
+    "several",
+    "niah-multikey",
+    "niah-multivalue",
+    "niah-multiquery",
+    "niah-ordinal",
+    "ruler",
+    "short",
+    "lm-eval",
+}
 
 
 def test_every_measure_is_tested_and_has_a_flag_with_help():

@@ -51,7 +51,7 @@ def test_the_score_is_the_share_of_values_found():
     assert sample.score("none") == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "several"])  # which has one wording
 def test_wordings_tell_the_same_draws_in_other_words(kind):
     n_needles = 1 if kind in ("passkey", "single") else 4
     ids = TOKENIZER(TEXT)["input_ids"]

@@ -45,6 +45,7 @@ def test_flags_reach_the_function(folder, monkeypatch):
 
 def test_a_dry_run_prints_the_plan(folder, capsys):
     arguments = ["base", "--to", "1600", "--data", "books.jsonl", "--output", "out", "--short", "0", "--facts", "2"]
+    arguments += ["--prompts", "2"]  # ten need longer texts of this tokenizer
     assert cli.main(["extend", *arguments, "--lengths", "700", "--device", "cpu", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "How the context window becomes 1,600 positions, and why" in printed and not (folder / "out").exists()
@@ -54,6 +55,7 @@ def test_a_dry_run_prints_the_plan(folder, capsys):
 def test_what_a_slow_machine_is_told_to_type_are_flags(folder, capsys, monkeypatch):
     monkeypatch.setattr("trl_ext.extension.plan._PATIENCE", 0)
     arguments = ["base", "--to", "1600", "--data", "books.jsonl", "--output", "out", "--short", "0", "--facts", "2"]
+    arguments += ["--prompts", "2"]  # ten need longer texts of this tokenizer
     assert cli.main(["extend", *arguments, "--lengths", "700", "--device", "cpu", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (hint,) = (after for line, after in pairwise(lines) if line.startswith("A CPU is slow."))

@@ -62,12 +62,12 @@ def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch,
         printed = capsys.readouterr().out
         assert printed.startswith(begin) and "Warning" not in printed
         assert printed.splitlines()[-1].startswith("Next, with long texts of your own: ")
-        assert " extend out/SmolLM2-135M-Instruct --to 65536 --data YOUR_TEXTS.jsonl" in printed.splitlines()[-1]
+        assert " extend out/SmolLM2-135M-Instruct --to 1600 --data YOUR_TEXTS.jsonl" in printed.splitlines()[-1]
     (given, options), again = calls
     assert again == (given, options) and given == Path("out/SmolLM2-135M-Instruct")
     assert options["data"].is_file() and options["output"] == Path("out/extended")
     assert (
-        options["to"] == 1600 and options["lengths"] == (700, 1500) and options["shares"] == {"text": 1, "questions": 1}
+        options["to"] == 1600 and options["lengths"] == (700, 1500) and options["shares"] == {"text": 1, "questions": 3}
     )
 
 
@@ -76,19 +76,20 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, m
     assert demo() == 0
     printed, errors = capsys.readouterr()
     assert printed.index("Unpacking the model") < printed.index("How the context") < printed.index("Training, and")
-    end = printed[printed.index("\nWon:  ") :]
+    end = printed[printed.index("\nuntrained won: ") :]
     for part in (
-        "passkeys found at 1,500 tokens",
-        "Won:  ",
-        "Lost: ",
+        "passkeys of several people found at 1,500 tokens",
+        "after won: ",
+        "after lost: ",
         "  question:",
         "  before:",
+        "  untrained:",
         "  after:",
         "Model:",
     ):
         assert part in end
     assert end.splitlines()[-1].startswith("Next, with long texts of your own: ")
-    assert " extend out/SmolLM2-135M-Instruct --to 65536 --data YOUR_TEXTS.jsonl" in end.splitlines()[-1]
+    assert " extend out/SmolLM2-135M-Instruct --to 1600 --data YOUR_TEXTS.jsonl" in end.splitlines()[-1]
     assert printed.count("out/extended/log.txt") == 1
     for text in (printed, errors):
         assert "{'" not in text and "Warning" not in text, "no dictionaries, no warnings"
@@ -122,8 +123,8 @@ def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monk
     assert demo() == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "Resuming the run in out/extended. Finished: measuring the model as it is, making training rows. Next: "
-        "training and exporting."
+        "Resuming the run in out/extended. Finished: measuring the model as it is, measuring it untrained, making "
+        "training rows. Next: training and exporting."
     )
     assert "Unpacking" not in printed and "Training from checkpoint-2 on" in printed
 
@@ -137,6 +138,24 @@ def test_a_recipe_is_tried_on_the_model_and_the_texts_of_the_demo(small, capsys,
         assert printed.startswith(begin) and printed.count("Unpacking") == bool(begin) and "Skip(" in printed
     assert "20 documents of " in caplog.text
     assert AutoConfig.from_pretrained("out").vocab_size == CHARACTERS
+
+
+def test_the_minutes_are_those_of_its_own_settings(small, monkeypatch, capsys):
+    monkeypatch.setattr(run_module, "extend", lambda *_, **__: Extended(*[None] * 7))
+    for given, said in (
+        ({}, "That takes about 10 minutes on two free cores."),
+        ({"rows": 9}, "The plan says how long"),
+    ):
+        run_module.run(small / f"out{len(given)}", "cpu", given)
+        assert said in capsys.readouterr().out
+
+
+def test_the_next_command_has_the_target_device_and_seed_that_were_given():
+    assert run_module.next_command(Path("out"), {"rows": 3}).endswith(
+        " --to 65536 --data YOUR_TEXTS.jsonl --output extended --dry-run"
+    )
+    command = run_module.next_command(Path("out"), {"to": 9000, "device": "cpu", "seed": 0, "rows": 3})
+    assert command.endswith(" --to 9000 --data YOUR_TEXTS.jsonl --output extended --device cpu --seed 0 --dry-run")
 
 
 def test_other_options_are_refused_in_its_folder(small, monkeypatch, capsys):

@@ -143,7 +143,7 @@ def test_without_views_it_is_refused_with_the_way_out():
 
 def test_a_machine_scales_what_is_measured():
     few, many = (choose(COMMON, options(), machine).evaluation.value for machine in (CPU, gpu(140)))
-    assert few["prompts"] < many["prompts"] and few["measures"] == ["cliff", "passkey"]
+    assert few["prompts"] < many["prompts"] and few["measures"] == ["cliff", "several"]
     for value in (few, many):
         assert min(value["lengths"]) < 8192 and max(value["lengths"]) == 65536
 
@@ -179,6 +179,13 @@ def test_prompts_are_said_as_they_are_asked():
         assert found.evaluation.value["prompts"] == plan.trials * len(plan.depths) == asked
         assert f" {asked} questions each" in found.evaluation.text
         assert (f"{wanted} prompts are made {asked}," in found.evaluation.reason) == (wanted == 15)
+
+
+def test_a_cpu_asks_ten_questions_about_a_text():
+    for wanted, asked, texts in ((4, 4, "one text"), (10, 10, "one text"), (15, 20, "2 texts")):
+        found = choose(COMMON, options(prompts=wanted), CPU).evaluation
+        assert found.value["prompts"] == asked
+        assert f" {asked} questions each for passkeys of several people in {texts}," in found.text
 
 
 def test_other_facts_or_rows_a_step_are_not_what_was_measured():

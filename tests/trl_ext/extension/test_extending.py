@@ -17,7 +17,7 @@ from support.hub import move, publish, use_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext.extension.training as training_module
-from rope_patch import export
+from rope_patch import export, patch_model
 from rope_patch.export import reloading
 from trl_ext import extend
 from trl_ext.extension import extending, measuring, rows
@@ -28,7 +28,7 @@ from trl_ext.runs import model_files as model_files_module
 TO = 1600
 SMALL = {
     "rows": 6, "short": 0.0, "own_tokens": 400, "rows_per_step": 2, "facts": 2, "prompts": 2, "learning_rate": 1e-3,
-    "lengths": (700, 1500), "device": "cpu",
+    "lengths": (700, 1500), "untrained": True, "device": "cpu",
 }  # fmt: skip
 
 
@@ -76,9 +76,23 @@ def test_a_model_is_extended_measured_and_exported(whole, weights):
     assert native.keys() == made.keys() and changed(native, made)
     assert done.model.name == "model" and list(done.commands) == ["transformers"]
     assert done.report.name == "report.html" and (out / "report/results.json").is_file()
-    assert any(line.startswith("passkeys found at 1,500 tokens") for line in done.table)
-    for word in ("Won:  ", "Lost: "):
+    assert any(line.startswith("passkeys of several people found at 1,500 tokens") for line in done.table)
+    for word in ("untrained won: ", "untrained lost: ", "after won: ", "after lost: "):
         assert any(line.startswith(word) for line in done.verdict)
+
+
+def test_the_scaling_alone_is_measured_beside_both(whole):
+    assert whole.done.table[0].split() == ["before", "untrained", "after"]
+    found = json.loads((whole.folder / "out/report/results.json").read_text())["results"]["cliff"]
+    held_out = json.loads((whole.folder / "books.jsonl").read_text().splitlines()[10])["text"]
+    ids = AutoTokenizer.from_pretrained(whole.folder / "base")(held_out)["input_ids"][:TO]
+    for label, factor in (("before", None), ("untrained", 4.0)):
+        model = AutoModelForCausalLM.from_pretrained(whole.folder / "base", dtype=torch.float32)
+        if factor:
+            patch_model(model, "ntk", factor=factor)
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        torch.testing.assert_close(torch.tensor(found[label]["loss"][1:]), losses, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_done_is_printed(whole):
@@ -151,7 +165,7 @@ def test_a_run_that_is_stopped_in_any_step_ends_with_the_same_weights(train, who
     monkeypatch.setattr(rows, "make", lambda *given: stop() if (folder / "parts/rows.jsonl").exists() else real(*given))
     stopped(training_module.ShortRowsTrainer, "training_step", in_the_third_step)
     assert said[0].startswith(
-        "Resuming the run in parts. Finished: measuring the model as it is. Next: making training"
+        "Resuming the run in parts. Finished: measuring the model as it is, measuring it untrained. Next: making"
     )
     stopped(fine_tuning, "export", stop)
     assert "\nTraining from checkpoint-2 on, and exporting the result." in said
@@ -159,7 +173,7 @@ def test_a_run_that_is_stopped_in_any_step_ends_with_the_same_weights(train, who
     said.clear()
     parts = run(output="parts", said=said, **options)
     assert said == ["The run in parts is finished. This is the result:"]
-    assert measured == [measuring.BEFORE, measuring.AFTER], "each once"
+    assert measured == [measuring.BEFORE, measuring.UNTRAINED, measuring.AFTER], "each once"
     made = weights(parts.model)
     assert made.keys() == expected.keys() and all(torch.equal(made[name], expected[name]) for name in made)
     assert (parts.table, parts.verdict) == (done.table, done.verdict)

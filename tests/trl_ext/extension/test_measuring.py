@@ -13,14 +13,23 @@ def results(before, after, reply_before="I", reply_after="7"):
 def test_figures_stand_in_a_column_before_and_one_after():
     lines = table(results([[1.0], [0.0]], [[1.0], [1.0]]), WINDOW)
     assert [line.split("  ")[0] for line in lines[1:]] == [f"passkeys found at {n} tokens" for n in ("1,000", "4,000")]
-    assert lines[0].split() == ["before", "after"] and lines[2].endswith("  0 %    100 %")
+    assert lines[0].split() == ["before", "after"] and lines[2].endswith("  0 %      100 %")
 
 
 def test_a_question_of_the_longest_prompt_is_shown_with_both_answers():
     shown = answers(results([[1.0], [0.0]], [[1.0], [1.0]], " \n", "7. " * 50))
     assert "in 4,000 tokens of text. The number is 7." in shown[0]
-    assert shown[1] == "  question: What is the pass key? It is"
-    assert shown[2] == "  before:   (nothing)" and shown[3][:17] == "  after:    7. 7." and shown[3].endswith(" ...")
+    assert shown[1] == "  question:  What is the pass key? It is"
+    assert shown[2] == "  before:    (nothing)" and shown[3][:18] == "  after:     7. 7." and shown[3].endswith(" ...")
+
+
+def test_the_question_that_is_shown_is_one_that_tells_the_models_apart():
+    found = results([[1.0], [0.0]], [[1.0], [1.0]], "I", "7")
+    for label, score in ((BEFORE, 0), (AFTER, 1)):
+        replies = found["passkey"][label].replies
+        nobody = {**replies[-1], "score": 0}
+        replies[-1:] = [nobody, {**nobody, "expected": "8", "score": score}]
+    assert "The number is 8." in answers(found)[0]
 
 
 @pytest.mark.parametrize("found", [{}, {"cliff": {BEFORE: losses(2.0), AFTER: losses(2.0)}}])

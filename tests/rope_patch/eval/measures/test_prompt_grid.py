@@ -27,12 +27,31 @@ def test_the_shortest_prompt_fits_and_hardly_less_does(kind):
 
 
 def test_the_first_length_that_is_told_is_enough_for_all_kinds():
-    kinds = tuple(f"niah-{kind}" for kind in KINDS if kind != "passkey")
-    plan = EvalPlan(measures=("passkey", *kinds), length=100, n_rows=1, lengths=(5,))
+    kinds = tuple(f"niah-{kind}" for kind in KINDS if kind not in ("passkey", "several"))
+    plan = EvalPlan(measures=("passkey", "several", *kinds), length=100, n_rows=1, lengths=(5,))
     with pytest.raises(ValueError, match="use lengths of at least") as raised:
         plan.check(TOKENIZER, [TEXT])
     least = int(str(raised.value).rstrip(".").rsplit(" ", 1)[1])
     replace(plan, lengths=(least,)).check(TOKENIZER, [TEXT])
+
+
+@pytest.mark.parametrize("chat", ["off", "auto"])
+def test_several_asks_about_one_text_at_all_depths(chat):
+    depths = (0.1, 0.3, 0.5, 0.7, 0.9)
+    grid = PromptGrid("several", TOKENIZER, [2000], depths, 2, 4, 0, chat, ALL_WORDINGS)
+    prompts = grid.prompts(2000, prompt_grid.passkey_haystacks(TOKENIZER, [2000]))
+    for about in (prompts[::2], prompts[1::2]):
+        text = TOKENIZER.decode(about[0].ids)
+        pass_keys = dict(
+            re.findall(r" The pass key of (\w+) is (\d{5})\. Remember it\. \2 is the pass key of \1\.", text)
+        )
+        assert len(pass_keys) == len(set(pass_keys.values())) == 5
+        for depth, prompt, (name, key) in zip(depths, about, pass_keys.items(), strict=True):
+            assert prompt.answers == [key] and prompt.question.startswith(f"What is the pass key of {name}?")
+            assert len(prompt.ids) + grid.new_tokens == 2000 and abs(prompt.position / 2000 - depth) < 0.12
+            # the questions differ in length: only they and the filler before them are read again
+            assert prompt.ids[: about[-1].position + 70] == about[0].ids[: about[-1].position + 70]
+    assert not {p.answers[0] for p in prompts[::2]} & {p.answers[0] for p in prompts[1::2]}
 
 
 @pytest.mark.parametrize("kinds", PARTNERS, ids=" and ".join)

@@ -40,7 +40,7 @@ def test_a_model_that_always_finds_scores_one_and_one_that_never_does_scores_zer
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "dual"}, "kind must be one of passkey, single, .*, got 'dual'"),
+        ({"kind": "dual"}, "kind must be one of passkey, several, .*, got 'dual'"),
         ({"depths": [1.5]}, r"depths must be in \[0, 1\], got \[1.5\]"),
         ({"lengths": [100]}, "too few for the needles, the question and the reply"),
         ({"lengths": [9000]}, "the haystack has 4080 tokens"),
