@@ -117,7 +117,7 @@ def test_the_batches_of_a_step_are_counted_as_they_come_on_average():
 
 def test_the_plan_tells_how_many_go_together_and_counts_them(folder):
     options = {"to": 1600, "data": "books.jsonl", "output": "out", "device": "cpu", "dry_run": True, "rows": 24}
-    options["shares"] = {"text": 1.0}
+    options |= {"shares": {"text": 1.0}, "lengths": (1600,)}
     many, one, none = (
         extend("base", **options, **more) for more in ({}, {"rows_per_step": 1}, {"short": 0.0})
     )  # fmt: skip
