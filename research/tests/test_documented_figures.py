@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from statistics import mean, median
 
+from support.pages import share
+
 import extension
 import posaug_results
 import restoration_results
@@ -223,6 +225,20 @@ def test_what_a_patch_costs_is_documented_as_the_files_have_it():
         cells = [f"{run['tokens_per_second']:.0f}" for run in (before, after)]
         cells += [f"{run['peak_gib']:.2f}" for run in (before, after)]
         assert f"| {before['run']} | {' | '.join(cells)} |\n" in text
+
+
+def test_the_same_lengths_on_other_texts_are_documented_as_the_file_has_them():
+    text = section("demo", "The same lengths on other texts")
+    lines = [line for line in read_lines(RESULTS / "demo-search-h200.jsonl") if "model" in line]
+    names = {"native": "as it came", "ntk 2.0": "NTK 2x, untrained", "extended rows 12 to 12288": "extended, 12 rows"}
+    for model, name in names.items():
+        (bins,) = (line["loss"] for line in lines if line["model"] == model and line.get("rows") == 4)
+        cells = [f"{mean(bins[k : k + 2]):.3f}" for k in (8, 10)]
+        for kind, numbers in (("passkey", 1), ("several", 4), ("several", 8)):
+            found = [line for line in lines if (line["model"], line.get("numbers_a_text")) == (model, numbers)]
+            (of_lengths,) = (x["found"] for x in found if x["kind"] == kind and x["questions"] == 16)
+            cells.append(" / ".join(share(value) for value in of_lengths))
+        assert f"| {name} | {' | '.join(cells)} |\n" in text
 
 
 def test_the_earlier_demo_is_documented_as_its_files_have_it():
