@@ -7,6 +7,7 @@ from statistics import fmean
 from .measures.comparisons import runs_of_methods
 from .measures.loss_by_position import LossByPosition
 from .measures.retrieval_grid import RetrievalGrid
+from .measures.ruler_prompts import TASKS
 from .regressions import Cell, Regressions, least_difference
 from .results.paired import MIN_DIFFERENT
 from .results.result import Result
@@ -61,6 +62,8 @@ def _sentence(cell: Cell, baseline: str) -> str:
         what = f"text at positions {start:,} to {end:,}: the right next token gets {after}"
     elif cell.measure in NUMBERS:
         what = f"{NUMBERS[cell.measure]} in {cell.length:,} tokens: {after} are found"
+    elif cell.measure in TASKS:
+        what = f"RULER's {cell.name} tokens: the score is {after}"
     else:
         what = f"{cell.name}: the score is {after}"
     return f"{what}, {baseline} {before}."

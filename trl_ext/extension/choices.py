@@ -1,11 +1,13 @@
 """The choices of an extension that the user leaves open: docs/choosing.md and research/results/keeping.md as code."""
 
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import product
 from typing import Any, Literal
 
 from rope_patch import patch_model
 from rope_patch.eval.measures.prompt_grid import DEPTHS
+from rope_patch.eval.measures.ruler_prompts import SHORTEST_LENGTH
 from rope_patch.eval.results.paired import MIN_DIFFERENT
 from rope_patch.methods import resolve_rescaling
 from rope_patch.rescalings import RESCALINGS
@@ -27,6 +29,8 @@ _LORA_RATES = 10, 1e-3  # times the rate of all weights, and at most: at 3e-3 Sm
 _ROWS = 256
 _LONGEST_ROW = 32768  # 256 longer ones are more than 8M tokens
 _OWN_TOKENS = 100_000  # 420 chats were measured, of 95 thousand tokens
+RULER_TASKS = ("niah_multikey_2", "niah_multivalue", "ruler_vt", "ruler_fwe")
+"""Of RULER: retrieval of one value among look-alikes and of several, tracking, aggregation; QA needs data."""
 _EVAL = {"cuda": (40, 4), "cpu": (10, 1)}  # prompts a length, rows of the target's length
 _YOURS = "You set it."
 
@@ -98,7 +102,7 @@ class Choices:
         weights: {"train", "lora_rank", "gradient_checkpointing"}.
         rate: peak learning rate.
         precision: "bf16" or "float32".
-        evaluation: {"measures", "prompts", "lengths", "n_rows"}.
+        evaluation: {"measures", "prompts", "lengths", "ruler_tasks", "ruler_lengths", "n_rows"}.
     """
 
     rescaling: Choice
@@ -426,7 +430,16 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     prompts = wanted if wanted < len(DEPTHS) else -(-wanted // len(DEPTHS)) * len(DEPTHS)
     texts = -(-prompts // len(DEPTHS))
     asked = f"passkeys of several people in {f'{texts} texts' if texts > 1 else 'one text'}"
-    asked = "a hidden number (passkey) and as many with look-alike keys" if on_gpu else asked
+    # a CPU reads one text for all questions
+    asking, tasks, ruler_lengths = ["several"], list[str](), list[int]()
+    if on_gpu:
+        asked, asking = "a hidden number (passkey)", ["passkey"]
+        ruler_lengths = [n for n in lengths if n >= SHORTEST_LENGTH]
+    if ruler_lengths and find_spec("lm_eval"):
+        asking, tasks = ["passkey", "ruler"], list(RULER_TASKS)
+        asked += (
+            f", and from {SHORTEST_LENGTH:,} tokens on {max(prompts // 2, 1)} for each of {len(tasks)} tasks of RULER"
+        )
     text = (
         f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of "
         f"{', '.join(f'{n:,}' for n in lengths)} tokens, {prompts} question{'s' * (prompts > 1)} each for {asked}, "
@@ -439,11 +452,14 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
         notes += " So few prompts are examples only, and count neither as better nor as worse."
     elif prompts < 40:
         notes += " So few prompts show large changes only."
+    if ruler_lengths and not tasks:
+        notes += " RULER is left out: it needs lm-eval, pip install 'rope-patch[eval]'."
     value = {
-        # a CPU reads one text for all questions
-        "measures": ["cliff", *(["passkey", "niah-multikey"] if on_gpu else ["several"])],
+        "measures": ["cliff", *asking],
         "prompts": prompts,
         "lengths": lengths,
+        "ruler_tasks": tasks,
+        "ruler_lengths": ruler_lengths,
         "n_rows": n_rows,
     }
     if options.lengths or options.prompts:

@@ -257,13 +257,13 @@ def _minutes(
     # rows are joined by extend alone
     batches = _batches(choices, options) if machine.n_gpus == 1 else sum(counts.values())
     train = rate.seconds(operations, batches * step_calls(size, step)) / machine.n_gpus
-    n_asking = len(measuring["measures"]) - 1  # measures that ask questions: all but the loss
-    n_texts = measuring["prompts"] * n_asking
+    n_texts = measuring["prompts"]
     if "several" in measuring["measures"]:
-        n_texts = -(-measuring["prompts"] // len(DEPTHS))
-    lengths = [*measuring["lengths"] * n_texts, *[to] * measuring["n_rows"]]
+        n_texts = -(-n_texts // len(DEPTHS))
+    of_ruler = len(measuring["ruler_tasks"]) * max(measuring["prompts"] // 2, 1) * list(measuring["ruler_lengths"])
+    lengths = [*measuring["lengths"] * n_texts, *of_ruler, *[to] * measuring["n_rows"]]
     measure = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
-    measure += _ANSWERS[step.device] * len(measuring["lengths"]) if n_asking else 0.0
+    measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]})
     write, tokens = 0.0, own_tokens(choices)
     if tokens:
         seconds = seconds_a_step(facts, step.device) if machine.rate is None else None

@@ -9,6 +9,7 @@ import torch
 from support.characters import character_tokenizer
 from transformers import AutoConfig
 
+from rope_patch.eval.measures.ruler_prompts import TASKS
 from trl_ext.extension import measuring
 from trl_ext.extension.choices import Choices, choose
 from trl_ext.extension.facts import ModelFacts
@@ -146,6 +147,19 @@ def test_a_machine_scales_what_is_measured():
     assert few["prompts"] < many["prompts"] and few["measures"] == ["cliff", "several"]
     for value in (few, many):
         assert min(value["lengths"]) < 8192 and max(value["lengths"]) == 65536
+
+
+def test_a_gpu_asks_four_tasks_of_ruler_where_lm_eval_is_installed(monkeypatch):
+    found = choose(COMMON, options(), gpu(140))
+    assert found.evaluation.value["measures"] == ["cliff", "passkey", "ruler"]
+    plan = eval_plan(COMMON, 65536, found, 0)
+    assert set(plan.ruler_tasks) < set(TASKS) and len(plan.ruler_tasks) == 4 and plan.ruler_samples == 20
+    assert plan.ruler_lengths == (4096, 8192, 16384, 32768, 65536) and min(plan.lengths) == 1024
+    short = choose(COMMON, options(lengths=(1024,)), gpu(140)).evaluation
+    assert short.value["measures"] == ["cliff", "passkey"] and "RULER" not in short.explained
+    monkeypatch.setattr("trl_ext.extension.choices.find_spec", lambda name: None)
+    without = choose(COMMON, options(), gpu(140)).evaluation
+    assert without.value["measures"] == ["cliff", "passkey"] and "pip install 'rope-patch[eval]'" in without.explained
 
 
 def test_choices_are_read_back_as_they_were():

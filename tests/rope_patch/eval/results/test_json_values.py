@@ -75,7 +75,7 @@ def test_a_report_of_a_model_that_computes_nan_is_json(tmp_path):
     results = {"cliff": {"native": curve(), "broken": curve(broken_from=1500)}}
     write_report(results, tmp_path, title="t", settings={}, window=1024)
     stored = strictly_read((tmp_path / "results.json").read_text())
-    lost = next(cell for cell in stored["regressions"]["cells"] if cell["name"] == "loss 1024..2047")
+    lost = next(cell for cell in stored["regressions"]["cells"] if cell["name"] == "loss 1280..2047")
     assert lost["outcome"] == "below" and lost["mean"] is lost["low"] is lost["difference"] is None
     read = LossByPosition.from_dict(stored["results"]["cliff"]["broken"])
     torch.testing.assert_close(read.loss, results["cliff"]["broken"].loss, equal_nan=True)
