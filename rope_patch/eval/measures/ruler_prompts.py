@@ -177,6 +177,16 @@ def _documents(
         if task in _NEEDLES:
             kind = _NEEDLES[task]["type_haystack"]
             essay = re.sub(r"\s+", " ", str(source)).split(" ")
+            # lm-eval ends a prompt where the essays end, and takes it for one of the length
+            if (
+                kind == "essay"
+                and len(essay) < room
+                and (n := len(tokenizer(" ".join(essay))["input_ids"])) < 0.9 * room
+            ):
+                raise ValueError(
+                    f"the text has {n} tokens, which are too few for RULER's {task} at {length} tokens: give more text, "
+                    "or leave the length out."
+                )
             return lm_eval.prepare_niah.generate_samples(
                 essay if kind == "essay" else lm_eval.prepare_niah.get_haystack(kind),
                 max_seq_length=room,

@@ -307,6 +307,11 @@ def test_prompts_of_several_processes_are_those_of_one(monkeypatch):
         ruler_prompts(TOKENIZER, [200, 1500], **options, progress=False)
 
 
+def test_a_text_that_ends_before_the_length_is_refused():
+    with pytest.raises(ValueError, match="^the text has 4159 tokens, which are too few for RULER's niah_single_2"):
+        ruler_prompts(TOKENIZER, [9000], tasks=["niah_single_2"], samples=2, haystack=TEXT, progress=False)
+
+
 def test_a_file_with_few_questions_gives_fewer_prompts_than_were_asked_for(tmp_path):
     towns = [
         {"title": f"t{k}", "paragraphs": [
