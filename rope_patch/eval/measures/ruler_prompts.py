@@ -184,8 +184,8 @@ def _documents(
                 and (n := len(tokenizer(" ".join(essay))["input_ids"])) < 0.9 * room
             ):
                 raise ValueError(
-                    f"the text has {n} tokens, which are too few for RULER's {task} at {length} tokens: give more text, "
-                    "or leave the length out."
+                    f"the text has {n} tokens, which are too few for RULER's {task} at {length} tokens: give more "
+                    "text, or leave the length out."
                 )
             return lm_eval.prepare_niah.generate_samples(
                 essay if kind == "essay" else lm_eval.prepare_niah.get_haystack(kind),
