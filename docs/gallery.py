@@ -3,7 +3,7 @@
 The words come from the docstrings (`rope-patch methods NAME` prints the same), what was found from gallery.yaml.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from rope_patch import patch_model  # noqa: E402
 from rope_patch.base.draws import DrawKey  # noqa: E402
+from rope_patch.base.not_here import NOT_HERE  # noqa: E402
 from rope_patch.layout.documents import Documents  # noqa: E402
 from rope_patch.methods import resolve_method  # noqa: E402
 from rope_patch.rescalings import Rescaling  # noqa: E402
@@ -64,6 +65,9 @@ def index(known: list[Method]) -> str:
         lines += ["", f"## {head}", "", "| name | when to take it |", "|---|---|"]
         lines += [f"| [`{m.name}`]({m.name}.md) | {cell(m.when)} |" for m in own]
         lines += ["", "```{toctree}", ":hidden:", f":caption: {head}", "", *(m.name for m in own), "```"]
+    lines += ["", "## Names that others use", "", "| name elsewhere | here |", "|---|---|"]
+    lines += [f"| {names(m.synonyms)} | [`{m.name}`]({m.name}.md) |" for m in known if m.synonyms]
+    lines += [f"| {names(others.split())} | {cell(answer)} |" for others, answer in NOT_HERE.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -90,6 +94,11 @@ def page(method: Method, options: dict[str, Any], drawn: str | None) -> str:
 def default(value: str | None) -> str:
     """A default as a cell of a table."""
     return "required" if value is None else f"`{value}`"
+
+
+def names(others: Iterable[str]) -> str:
+    """Names as a cell of a table."""
+    return ", ".join(f"`{name}`" for name in others)
 
 
 def cell(text: str) -> str:

@@ -1,9 +1,12 @@
 """Views, rescalings and objectives by name."""
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, TypeVar
+
+from .not_here import NOT_HERE
 
 T = TypeVar("T")
 _MOST_LISTED = 30  # names in an error; the fields of a trainer's config would fill a page
@@ -29,8 +32,7 @@ class Registry(dict[str, Any]):
         return add
 
     def __missing__(self, name: str) -> NoReturn:
-        synonyms = {other: known for known, cls in self.items() for other in getattr(cls, "synonyms", ())}
-        raise unknown(self.kind, name, self, synonyms=synonyms)
+        raise unknown_method(self.kind, name, self)
 
 
 # here, so that a view that is made of others can look up both without importing rescalings
@@ -38,28 +40,42 @@ VIEWS = Registry("view")
 RESCALINGS = Registry("rescaling")
 
 
-def unknown(
-    kind: str, name: object, known: Collection[str], of: str = "", *, synonyms: Mapping[str, str] | None = None
-) -> ValueError:
-    """The error for a `name` that is not in `known`, with the nearest names.
+def unknown(kind: str, name: object, known: Collection[str], of: str = "", *, answer: str = "") -> ValueError:
+    """The error for a `name` that is not in `known`.
 
     Args:
         kind: what has such names.
         name: what the user gave.
         known: the names that exist.
         of: what has the names, for the message.
-        synonyms: other names, in lower case with hyphens, each with the name in `known` that means the same.
+        answer: what the user may have meant; "" asks for the nearest names in `known`.
     """
     of = of and f" of {of}"
     listed = len(known) <= _MOST_LISTED
-    near: list[str] = []
-    if isinstance(name, str):
-        synonym = (synonyms or {}).get(name.lower().replace("_", "-").replace(" ", "-"))
-        closest = difflib.get_close_matches(name.lower(), known, n=1 if listed else 3)
-        near = [synonym] if synonym is not None and synonym in known else closest
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    rest = f" Known: {', '.join(sorted(known)) or 'none'}." if listed else ""
-    return ValueError(f"Unknown {kind} {name!r}{of}.{hint}{rest}")
+    if not answer and isinstance(name, str):
+        answer = _did_you_mean(*difflib.get_close_matches(name.lower(), known, n=1 if listed else 3))
+    rest = f"Known: {', '.join(sorted(known)) or 'none'}." if listed else ""
+    return ValueError(" ".join(part for part in (f"Unknown {kind} {name!r}{of}.", answer, rest) if part))
+
+
+def _did_you_mean(*names: str) -> str:
+    return f"Did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
+def unknown_method(kind: str, name: object, known: Mapping[str, Any]) -> ValueError:
+    """The error for the name of a method that is not in `known`, whose values have `synonyms`.
+
+    It answers names that others use: with ours, or with what comes nearest to a method that is not here.
+    """
+    typed = _bare(name) if isinstance(name, str) else ""
+    same = [ours for ours, method in known.items() if typed in map(_bare, (ours, *getattr(method, "synonyms", ())))]
+    nearest = next((answer for names, answer in NOT_HERE.items() if typed in map(_bare, names.split())), "")
+    return unknown(kind, name, known, answer=_did_you_mean(*same) or nearest)
+
+
+def _bare(name: str) -> str:
+    """A name without what is written in several ways: case, hyphens, spaces."""
+    return re.sub(r"[\W_]", "", name.lower())
 
 
 def refuse_name_of(others: Registry, known: Registry, method: object) -> None:
@@ -72,7 +88,7 @@ def refuse_name_of(others: Registry, known: Registry, method: object) -> None:
 def require_known(kind: str, known: Mapping[str, Any], method: object) -> None:
     """Raise ValueError, with the nearest name, unless `method` is a name in `known`."""
     if not isinstance(method, str) or method not in known:
-        raise unknown(kind, method, known, synonyms={s: name for name, cls in known.items() for s in cls.synonyms})
+        raise unknown_method(kind, method, known)
 
 
 def resolve(

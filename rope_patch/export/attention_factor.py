@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..rope.rotary import fresh_state, is_nested, rotary_by_name
+from ..rope.rotary import fresh_state, is_longrope, is_nested, rotary_by_name
 from .weights import plain_name
 
 Edit = Callable[[torch.Tensor], torch.Tensor]
@@ -22,16 +22,22 @@ _FOLDABLE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3")
 
 
 def without_attention_factor(rope_parameters: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `rope_parameters`, nested by layer type or not, without the options that set the attention factor."""
+    """A copy of `rope_parameters`, nested by layer type or not, without the options that set the attention factor.
+
+    Of LongRoPE `factor` is one of them, which then follows from the windows.
+    """
     if is_nested(rope_parameters):
         return {
             layer_type: options and without_attention_factor(options) for layer_type, options in rope_parameters.items()
         }
-    return {key: copy.deepcopy(value) for key, value in rope_parameters.items() if key not in _OPTIONS}
+    options = (*_OPTIONS, "factor") if is_longrope(rope_parameters["rope_type"]) else _OPTIONS
+    return {key: copy.deepcopy(value) for key, value in rope_parameters.items() if key not in options}
 
 
-def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]:
+def fold_attention_factor(causal_lm: nn.Module, decoder: Any, served: Any) -> dict[str, Edit]:
     """Edits of weights of `causal_lm`, by name, that keep its attention scores under `without_attention_factor`.
+
+    `served` is the text config with the context window that programs will read.
 
     They scale queries where these are made: the weight of the query norm or, if there is none, the rows of the query
     projection and its bias. There are no edits if the factor is the default that programs take.
@@ -44,9 +50,10 @@ def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]
     if config.model_type not in _FOLDABLE:
         raise ValueError(
             f"the attention factor cannot be folded into the weights of model type {config.model_type!r}, only of "
-            f"{', '.join(_FOLDABLE)}: leave out {', '.join(_OPTIONS)} and train again, or export for 'transformers'."
+            f"{', '.join(_FOLDABLE)}: leave out {', '.join(_OPTIONS)} and train again, give no window, or export for "
+            "'transformers'."
         )
-    ratios = _ratios(decoder)
+    ratios = _ratios(decoder, served)
     if all(ratio == 1.0 for ratio in ratios.values()):
         return {}
     rotated = {
@@ -72,10 +79,10 @@ def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]
     return edits
 
 
-def _ratios(decoder: Any) -> dict[str, float]:
+def _ratios(decoder: Any, served: Any) -> dict[str, float]:
     """Attention factor of the model over the programs' default, by layer type; "" if all layers share one."""
-    folded = copy.deepcopy(decoder.config)
-    folded.rope_parameters = without_attention_factor(decoder.config.rope_parameters)
+    folded = copy.deepcopy(served)
+    folded.rope_parameters = without_attention_factor(served.rope_parameters)
     ratios: dict[str, float] = {}
     for module in rotary_by_name(decoder).values():
         current, default = (fresh_state(module, config).attributes for config in (decoder.config, folded))

@@ -153,9 +153,10 @@ def export(
                 f"{target} was tested only with the model types {', '.join(TESTED)}, not with {text.model_type!r}: "
                 "compare the logits of a few prompts with those of Transformers before you serve it."
             )
-        edits = fold_attention_factor(causal_lm, decoder) if wrong_outcomes(target, decoder.config) else {}
         declared = getattr(text, "max_position_embeddings", None)
         window = _checked_window(window, text)
+        served = _with_window(copy.deepcopy(decoder.config), window)
+        edits = fold_attention_factor(causal_lm, decoder, served) if wrong_outcomes(target, served) else {}
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text, window) if check else None
         beside = adapter_folder_of(causal_lm) if source is None else source  # has the record of the training
@@ -275,18 +276,24 @@ def _checked_window(window: int | None, config: Any) -> int | None:
     return window
 
 
+def _with_window(config: Any, window: int | None) -> Any:
+    """The text config `config`, which then names this context window, with the attention factor of before."""
+    if window is not None and window != config.max_position_embeddings:
+        # LongRoPE takes its attention factor from the window, unless it is written
+        config.rope_parameters = with_factors(config.rope_parameters, config.max_position_embeddings)
+        config.max_position_embeddings = window
+    return config
+
+
 def _config_to_save(causal_lm: PreTrainedModel, decoder: PreTrainedModel, *, folded: bool, window: int | None) -> Any:
     config: Any = copy.deepcopy(causal_lm.config)
     text = config if causal_lm.config is decoder.config else config.get_text_config(decoder=True)
-    if window is not None and window != text.max_position_embeddings:
-        # LongRoPE takes its attention factor from the window, unless it is written
-        text.rope_parameters = with_factors(text.rope_parameters, text.max_position_embeddings)
-        text.max_position_embeddings = window
+    _with_window(text, window)
     # Qwen2.5-1M has it: Transformers ignores it, and vLLM and SGLang apply it in place of any RoPE scaling
     vars(text).pop("dual_chunk_attention_config", None)
     text.rope_parameters = as_transformers_reads(text, scales_softmax=softmax_reads_mscale(decoder, text))
     if folded:
-        text.rope_parameters = without_attention_factor(text.rope_parameters)
+        text.rope_parameters = with_factors(without_attention_factor(text.rope_parameters), window)
     write_older_keys(text, unscaled_keys(text))
     write_older_keys(text, older_form(text))
     if hasattr(config, "quantization_config"):

@@ -4,10 +4,11 @@ docs/serving.md has the whole table with the versions. What is not listed was fo
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..rope.rotary import is_nested
+from ..rope.rotary import is_longrope, is_nested, with_factor
 
 TESTED = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3")
 """Model types that the programs were tested with."""
@@ -41,6 +42,7 @@ class Wrong:
         families: model types that are served wrong; () for all.
         right_for: model types that are served right.
         folds: whether folding the attention factor into the weights makes it right.
+        by_length: whether only long_factor and short_factor that differ are served wrong.
     """
 
     program: str
@@ -51,6 +53,7 @@ class Wrong:
     families: tuple[str, ...] = ()
     right_for: tuple[str, ...] = ()
     folds: bool = False
+    by_length: bool = False
 
 
 _RESCALE = "Rescale with 'yarn' without further options, 'ntk' or 'abf', which it serves right, and train again"
@@ -62,7 +65,9 @@ OUTCOMES = (
         "longrope",
         "gives rows within the trained window the long factors",
         f"{_RESCALE}, {_TRANSFORMERS}.",
+        by_length=True,
     ),
+    Wrong("vllm", "longrope", "ignores attention_factor", "", options=("attention_factor",), folds=True),
     Wrong("vllm", "dynamic", "ends its table at the trained window", f"{_RESCALE}, {_TRANSFORMERS}."),
     *(
         Wrong(
@@ -102,8 +107,26 @@ OUTCOMES = (
     Wrong(
         "llama.cpp",
         "longrope",
-        "does not rescale at all or, for Phi-3, gives all rows the factors of the context that it is served with",
+        "does not rescale at all",
         f"{_RESCALE}, {_TRANSFORMERS}.",
+        right_for=("phi3",),
+    ),
+    Wrong(
+        "llama.cpp",
+        "longrope",
+        "gives all rows the factors of the context that it is served with",
+        f"{_RESCALE}, {_TRANSFORMERS}.",
+        families=("phi3",),
+        by_length=True,
+    ),
+    Wrong(
+        "llama.cpp",
+        "longrope",
+        "ignores attention_factor",
+        "",
+        options=("attention_factor",),
+        families=("phi3",),
+        folds=True,
     ),
     Wrong("llama.cpp", "dynamic", "does not rescale at all", f"{_RESCALE}, {_TRANSFORMERS}."),
     Wrong("mlx", "yarn", "ignores attention_factor", "", options=("attention_factor",), folds=True),
@@ -114,7 +137,14 @@ OUTCOMES = (
         "Leave out truncate and train again, or serve it with vLLM or Transformers.",
         options=("truncate",),
     ),
-    Wrong("mlx", "longrope", "gives rows within the trained window the long factors", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong(
+        "mlx",
+        "longrope",
+        "gives rows within the trained window the long factors",
+        f"{_RESCALE}, {_TRANSFORMERS}.",
+        by_length=True,
+    ),
+    Wrong("mlx", "longrope", "ignores attention_factor", "", options=("attention_factor",), folds=True),
     Wrong(
         "mlx",
         "dynamic",
@@ -164,5 +194,13 @@ def _holds(wrong: Wrong, program: str, parameters: dict[str, Any], config: Any) 
         return False
     if config.model_type in wrong.right_for or (wrong.families and config.model_type not in wrong.families):
         return False
+    if wrong.by_length and parameters["long_factor"] == parameters["short_factor"]:
+        return False
     set_options = {key for key, value in parameters.items() if key not in _DEFAULTS or value != _DEFAULTS[key]}
+    if is_longrope(wrong.rope_type):
+        # programs take LongRoPE's attention factor from the windows, whatever `factor` says
+        window = config.max_position_embeddings
+        stretch = window / parameters["original_max_position_embeddings"]
+        if not math.isclose(with_factor(parameters, window)["factor"], stretch, rel_tol=1e-3):
+            set_options.add("attention_factor")
     return not wrong.options or bool(set_options.intersection(wrong.options))

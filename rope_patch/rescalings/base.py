@@ -43,7 +43,7 @@ class Rescaling:
     """
 
     name: ClassVar[str]
-    synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
+    synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, for errors
     cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the model card
     factor_per_window: ClassVar[float] = 1.0  # `factor` needed for a target window, in units of the trained window
 
@@ -73,7 +73,10 @@ class Rescaling:
 
     def remedy(self, window: int, required: int) -> str:
         """Advice for errors: how to get a window of `required` positions where these options give `window`."""
-        factor = self.options().get("factor")
+        options = self.options()
+        factor = options.get("factor")
+        if "max_position_embeddings" in options or (factor is None and hasattr(self, "max_position_embeddings")):
+            return f"Set rescale_args max_position_embeddings to at least {required}"
         if factor is None:
             return f"Choose rescale_args of {self.name!r} whose window holds {required} positions"
         needed = math.ceil(required * max(factor, self.factor_per_window) / window)
@@ -101,9 +104,6 @@ class WindowAsOption(Rescaling):
 
     def with_window(self, window: int) -> Rescaling:
         return replace(self, max_position_embeddings=window) if self.wants_window else self  # type: ignore[type-var]
-
-    def remedy(self, window: int, required: int) -> str:
-        return f"Set rescale_args max_position_embeddings to at least {required}"
 
 
 def without_none(**entries: Any) -> dict[str, Any]:

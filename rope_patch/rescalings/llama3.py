@@ -26,11 +26,13 @@ class Llama3(Rescaling):
     theta'_j = (1 - m) theta_j / factor + m theta_j.
 
     Args:
-        factor: divisor of the slow frequencies, at least 1; target window / L0.
+        factor: divisor of the slow frequencies, at least 1; target window / L0 unless max_position_embeddings is given.
         low_freq_factor: low, above 0; None means the native value of RoPE parameters of this type, or else 1.
         high_freq_factor: high, above low; None means the native value of RoPE parameters of this type, or else 4.
         original_max_position_embeddings: L0, in positions; None means the trained window.
         rope_theta: another base B; None keeps the model's.
+        max_position_embeddings: target window, in positions; None means L0 * factor. With a factor such as 2**20, which
+            stops the slow frequencies, it has to be given.
 
     When: Use it to extend a model as Llama 3.1 was extended.
 
@@ -42,6 +44,7 @@ class Llama3(Rescaling):
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
     rope_theta: float | None = None
+    max_position_embeddings: int | None = None
 
     cites = (papers.LLAMA3,)
     synonyms = ("llama3.1",)
@@ -49,6 +52,7 @@ class Llama3(Rescaling):
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
+        require_window(self, "max_position_embeddings", self.max_position_embeddings)
         require_numbers(self, above=1.0, rope_theta=self.rope_theta)
         require_numbers(self, low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
         low, high = self._ramp()
@@ -75,4 +79,6 @@ class Llama3(Rescaling):
         }
 
     def target_window(self, native_window: int) -> int:
+        if self.max_position_embeddings is not None:
+            return self.max_position_embeddings
         return stretched(self.original_max_position_embeddings or native_window, self.factor)

@@ -56,6 +56,7 @@ class Yarn(Rescaling):
     truncate: bool | None = None
 
     cites = (papers.YARN,)
+    synonyms = ("deepseek-yarn",)
 
     def __post_init__(self) -> None:
         require_factor(self, self.factor)

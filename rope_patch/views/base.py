@@ -61,7 +61,7 @@ class View:
 
     name: ClassVar[str]
     perturbs: ClassVar[bool] = True  # False: `rope_index` is t whatever is drawn
-    synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
+    synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, for errors
     cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the model card
     cue_option: ClassVar[str | None] = None  # the option that describes the cue; a trainer's `cue` sets it
     # options that `prepare_text` sets, each with a placeholder that lets the other options be checked earlier

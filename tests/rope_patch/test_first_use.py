@@ -16,7 +16,7 @@ from transformers import (
     LlamaForTokenClassification,
 )
 
-from rope_patch import describe, load_adapter, patch_model, unpatch_model
+from rope_patch import VIEWS, describe, load_adapter, patch_model, unpatch_model
 from rope_patch.losses import SelfDistiller, ViewConsistency
 from rope_patch.methods import resolve_rescaling
 
@@ -34,6 +34,9 @@ def test_swapped_arguments_are_named():
         ("Position-Interpolation", "pi"),
         ("ntk-aware", "ntk"),
         ("dynamic", "dynamic-ntk"),
+        ("Dynamic NTK", "dynamic-ntk"),
+        ("llama-3.1", "llama3"),
+        ("deepseek_yarn", "yarn"),
         ("rope_theta", "abf"),
         ("su", "longrope"),
         ("rope", "standard"),
@@ -43,6 +46,26 @@ def test_swapped_arguments_are_named():
 def test_names_that_others_use_lead_to_ours(name, meant):
     with pytest.raises(ValueError, match=f"Unknown method .* Did you mean '{meant}'"):
         patch_model(tiny(), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("cope", "'llama3' with a factor of 2\\*\\*20 and max_position_embeddings comes nearest"),
+        ("Self_Extend", "STRING is here: rope_patch.string_positions"),
+        ("LongRoPE2", "'longrope' takes the divisors"),
+        ("proportional", "'abf' keeps it"),
+        ("dual chunk attention", "STRING is here: rope_patch.string_positions"),
+    ],
+)
+def test_a_method_that_is_not_here_is_answered_with_the_nearest(name, answer):
+    with pytest.raises(ValueError, match=f"Unknown method {name!r}. .*{answer}.* Known: abf, ") as error:
+        patch_model(tiny(), name)
+    assert "Did you mean" not in str(error.value)
+    with pytest.raises(ValueError, match=answer):
+        resolve_rescaling(name)
+    with pytest.raises(ValueError, match=answer):
+        VIEWS[name]
 
 
 def test_a_synonym_of_a_view_is_not_offered_as_a_rescaling():

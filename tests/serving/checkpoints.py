@@ -72,6 +72,7 @@ RESCALINGS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "`yarn`, `truncate=False`": ("yarn", {"factor": FACTOR, "truncate": False}),
     "`llama3`": ("llama3", {"factor": FACTOR}),
     "`longrope`": ("longrope", {"factor": FACTOR, "long_factor": _LONG}),
+    "`longrope`, equal factors": ("longrope", {"factor": FACTOR, "long_factor": _LONG, "short_factor": _LONG}),
     "`longrope`, `attention_factor`": (
         "longrope",
         {"factor": FACTOR, "long_factor": _LONG, "attention_factor": 1.0},

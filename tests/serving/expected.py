@@ -28,6 +28,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "++++..",  # yarn, truncate=False
             "+++++.",  # llama3
             "------",  # longrope: long factors for short rows
+            "++++++",  # longrope, equal factors
             "------",  # longrope, attention_factor
             "-----.",  # dynamic-ntk: the table ends at the window
             "+++++.",  # drop-rope
@@ -47,6 +48,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "++++..",  # yarn, truncate=False
             "++++-.",  # llama3
             "++++-+",  # longrope
+            "++++-+",  # longrope, equal factors
             "------",  # longrope, attention_factor
             "-----.",  # dynamic-ntk
             "++++-.",  # drop-rope
@@ -66,6 +68,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "----..",  # yarn, truncate=False
             "++---.",  # llama3
             "------",  # longrope: long factors for short rows with Phi3, unscaled with others
+            "-----+",  # longrope, equal factors
             "------",  # longrope, attention_factor
             "-----.",  # dynamic-ntk
             "++---.",  # drop-rope
@@ -85,6 +88,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "----..",  # yarn, truncate=False
             "---+-.",  # llama3
             "------",  # longrope
+            "---+--",  # longrope, equal factors
             "------",  # longrope, attention_factor
             "-----.",  # dynamic-ntk
             "---+-.",  # drop-rope
@@ -101,6 +105,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "----..",  # yarn, truncate=False
             "+++++.",  # llama3
             "------",  # longrope: long factors for short rows
+            "++++++",  # longrope, equal factors
             "------",  # longrope, attention_factor
             "-----.",  # dynamic-ntk: another base for each part of the row
             "+++++.",  # drop-rope
@@ -120,6 +125,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "rrrr..",  # yarn, truncate=False
             "-rrrr.",  # llama3
             "rrrrrr",  # longrope
+            "rrrrrr",  # longrope, equal factors
             "rrrrrr",  # longrope, attention_factor
             "rrrrr.",  # dynamic-ntk
             "-rrrr.",  # drop-rope
@@ -139,6 +145,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-rrr..",  # yarn, truncate=False
             "+rrrr.",  # llama3
             "-rrrrr",  # longrope
+            "-rrrrr",  # longrope, equal factors
             "-rrrrr",  # longrope, attention_factor
             "rrrrr.",  # dynamic-ntk
             "+rrrr.",  # drop-rope
@@ -155,6 +162,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-rrr..",  # yarn, truncate=False
             "+rrrr.",  # llama3
             "-rrrr+",  # longrope
+            "-rrrr+",  # longrope, equal factors
             "-rrrr-",  # longrope, attention_factor
             "rrrrr.",  # dynamic-ntk
             "+rrrr.",  # drop-rope

@@ -35,10 +35,9 @@ def run_methods(args: argparse.Namespace) -> int:
         return 0
     chosen = [method for method in known if args.name == method.name]
     if not chosen:
-        from rope_patch.base.registry import unknown
+        from rope_patch.base.registry import unknown_method
 
-        synonyms = {other: method.name for method in known for other in method.synonyms}
-        raise unknown("method", args.name, [method.name for method in known], synonyms=synonyms)
+        raise unknown_method("method", args.name, {method.name: method for method in known})
     print("\n\n".join(_explained(method) for method in chosen))
     return 0
 

@@ -131,7 +131,7 @@ class Objective:
     help: ClassVar[str]
     """One clause for the help of `--objective`."""
     synonyms: ClassVar[tuple[str, ...]] = ()
-    """Other names of the method, lower case with hyphens, for errors."""
+    """Other names of the method, for errors."""
     options_class: ClassVar[type[ObjectiveOptions]]
     takes_view_controls: ClassVar[bool] = False
     """Whether views that change nothing on purpose, as a control, are allowed."""

@@ -30,7 +30,8 @@ A = 1.7
 
 
 def made(family):
-    return gemma3() if family == "gemma3" else tiny(family)
+    other = {"gemma3_text": gemma3, "phi3": phi3}
+    return other[family]() if family in other else tiny(family)
 
 
 def phi3(**options):
@@ -108,7 +109,7 @@ def test_a_model_that_nobody_rescaled_gets_both_forms_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "target"), [("llama", "sglang"), ("qwen2", "mlx"), ("qwen3", "sglang"), ("gemma3", "mlx")]
+    ("family", "target"), [("llama", "sglang"), ("qwen2", "mlx"), ("qwen3", "sglang"), ("gemma3_text", "mlx")]
 )
 @torch.no_grad()
 def test_an_attention_factor_is_folded_into_queries(family, target, tmp_path):
@@ -179,6 +180,58 @@ def test_a_smaller_window_keeps_the_attention_factor_that_the_window_made(tmp_pa
         assert torch.equal(exported(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
+def programs_table(config, n):
+    """Cosines and sines [n, d] of LongRoPE as vLLM, SGLang and mlx-lm compute them, here in float64.
+
+    Attention factors and `factor` they do not read: theirs is that of max_position_embeddings / L0.
+    """
+    rope = config.rope_parameters
+    origin = rope["original_max_position_embeddings"]
+    divisors = torch.tensor(rope["long_factor"], dtype=torch.float64)
+    d = 2 * len(divisors)
+    frequencies = rope["rope_theta"] ** (-torch.arange(0, d, 2, dtype=torch.float64) / d) / divisors
+    angles = (torch.arange(n, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)
+    scale = math.sqrt(1 + math.log(config.max_position_embeddings / origin) / math.log(origin))
+    return angles.cos() * scale, angles.sin() * scale
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "mlx"])
+@pytest.mark.parametrize(
+    ("options", "window", "folded"),
+    [({}, None, False), ({"attention_factor": A}, None, True), ({}, 2 * WINDOW, True)],
+    ids=["equal", "attention factor", "smaller window"],
+)
+@torch.no_grad()
+def test_longrope_with_equal_factors_is_exported_as_programs_read_it(target, options, window, folded, tmp_path):
+    model = patch_model(tiny(), "longrope", factor=4.0, long_factor=LONG, short_factor=LONG, **options)
+    done = export(model, tmp_path / "out", target=target, window=window)
+    assert done.folded == folded
+    exported = reloaded(tmp_path / "out")
+    assert exported.config.max_position_embeddings == (window or 4 * WINDOW)
+    for n in (20, 100):  # within the trained window and beyond it
+        ids = tokens(1, n)
+        expected = model(ids).logits
+        torch.testing.assert_close(exported(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        cos, sin = programs_table(exported.config, n)
+        exported.model.rotary_emb.forward = lambda x, position_ids, tables=(cos, sin): tuple(
+            table[None].to(x.dtype) for table in tables
+        )
+        torch.testing.assert_close(exported(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        del exported.model.rotary_emb.forward
+
+
+@torch.no_grad()
+def test_a_smaller_window_of_longrope_keeps_its_attention_factor_in_sglang(tmp_path):
+    """Short and long factors may differ there."""
+    model = patch_model(tiny(), "longrope", factor=4.0, long_factor=LONG)
+    assert export(model, tmp_path / "out", target="sglang", window=2 * WINDOW).folded
+    exported = reloaded(tmp_path / "out")
+    cos, sin = programs_table(exported.config, 100)
+    exported.model.rotary_emb.forward = lambda x, position_ids: (cos[None].to(x.dtype), sin[None].to(x.dtype))
+    ids = tokens(1, 100)
+    torch.testing.assert_close(exported(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 RESCALED = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0},
@@ -194,7 +247,7 @@ VALUES = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
 )
 def test_what_a_program_serves_wrong_is_refused_with_what_to_take_instead(cell, tmp_path):
     method = {"dynamic": "dynamic-ntk", "linear": "pi"}.get(cell.rope_type, cell.rope_type)
-    family = "gemma3" if cell.families else next(f for f in ("llama", "qwen2") if f not in cell.right_for)
+    family = (cell.families or [f for f in ("llama", "qwen2") if f not in cell.right_for])[0]
     for option in cell.options or [None]:
         options = {**RESCALED[cell.rope_type], **({} if option is None else {option: VALUES[option]})}
         model = patch_model(made(family), method, **options)

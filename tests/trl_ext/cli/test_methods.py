@@ -1,9 +1,11 @@
 """`rope-patch methods` lists what is registered, and explains each in full."""
 
+import re
 from dataclasses import dataclass, fields
 
 import pytest
 
+from rope_patch.base.not_here import NOT_HERE
 from rope_patch.rescalings import RESCALINGS
 from rope_patch.views import VIEWS, View
 from trl_ext import cli
@@ -72,3 +74,18 @@ def test_a_view_of_others_is_among_them(capsys):
 def test_an_unknown_name_leads_to_the_nearest(name, meant, capsys):
     assert cli.main(["methods", name]) == 2
     assert f"Unknown method {name!r}. Did you mean {meant!r}?" in capsys.readouterr().err
+
+
+def test_a_method_that_is_not_here_is_answered_with_the_nearest(capsys):
+    assert cli.main(["methods", "opsdl"]) == 2
+    err = capsys.readouterr().err
+    assert "Unknown method 'opsdl'. Distillation on texts that the student writes" in err and "Did you mean" not in err
+
+
+def test_what_is_not_here_is_not_here_and_what_it_names_is():
+    ours = {name for method in METHODS.values() for name in (method.name, *method.synonyms)}
+    assert not {name for names in NOT_HERE for name in names.split()} & ours
+    options = {option.name for method in METHODS.values() for option in method.options}
+    for answer in NOT_HERE.values():
+        for name in re.findall(r"'([a-z0-9-]+)'", answer.replace("loss_type='dft'", "")):
+            assert name in ours | options, answer
