@@ -113,11 +113,15 @@ def table(title: str, claims: list[dict[str, Any]], figures: dict[str, dict[str,
     for claim in claims:
         values = [figures.get(claim["figure"], {}).get(label) for label in claim["models"]]
         known = [value for value in values if value is not None]
-        shown = " < " if len(known) == len(values) and all(a < b for a, b in zip(known, known[1:], strict=False)) else ", "
+        shown = (
+            " < " if len(known) == len(values) and all(a < b for a, b in zip(known, known[1:], strict=False)) else ", "
+        )
         here = shown.join("-" if value is None else f"{value:.3f}" for value in values)
         models = ", ".join(claim["models"])
         lines.append(f"| {claim['claim']} | {claim['paper']} | {here} | {claim['figure']} | {models} |")
-    return "\n".join([*lines, "", 'A "<" stands where the figures are in the order of the claim, a comma elsewhere.', ""])
+    return "\n".join(
+        [*lines, "", 'A "<" stands where the figures are in the order of the claim, a comma elsewhere.', ""]
+    )
 
 
 def _write_demo(output: Path) -> None:

@@ -2,8 +2,8 @@
 
 Run:  python examples/papers/posaug/random_weights.py 10m --output posaug-10m [--tokenizer MODEL] [--seed 42]
 
-Shapes are those of the paper's table 16, in which parameters are counted without embeddings. Layers are those of Llama: SwiGLU,
-RMSNorm, RoPE with a base of 1e4; input and output embeddings are tied.
+Shapes are those of the paper's table 16, in which parameters are counted without embeddings. Layers are Llama's, with
+RoPE at a base of 1e4, and embeddings are tied.
 """
 
 import argparse
