@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.tiny import tiny
+from support.training import tokenizer
 
 from rope_patch.prompts.text import standard_library_files
 from trl_ext import cli
@@ -100,3 +102,28 @@ def test_texts_to_measure_on_are_none_of_those_to_train_on(tmp_path):
     assert len(train) == len(held_out) == 200
     sources = [file.read_text(encoding="utf-8", errors="replace") for file in standard_library_files()[:400]]
     assert train + held_out == sources
+
+
+@pytest.mark.slow
+def test_commands_of_this_package_train_and_measure(here, capfd):
+    tiny(max_position_embeddings=96).save_pretrained("start")
+    tokenizer().save_pretrained("start")
+    rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(200))} for i in range(1, 9)]
+    Path("text.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    commands = [
+        "rope-patch train $folder/small.yaml --model start --data text.jsonl --output-dir $output/trained",
+        "rope-patch eval --model start=start --model trained=$output/trained --cliff --length 160 --rows 1 "
+        "--text text.jsonl --device cpu --report $output/report",
+    ]
+    figure = "rise of the loss beyond the window"
+    folder = paper(here, commands, [{"claim": "-", "paper": "-", "figure": figure, "models": ["start", "trained"]}])
+    recipe = {"max_steps": 1, "max_length": 32, "use_cpu": True, "bf16": False, "report_to": "none"}
+    Path(folder, "small.yaml").write_text(yaml.safe_dump(recipe))
+    assert cli.main(["reproduce", folder, "--output", "out"]) == 0
+    (row,) = (line for line in capfd.readouterr().out.splitlines() if f"| {figure} |" in line)
+    (values,) = (
+        row["values"]
+        for row in json.loads(Path("out/report/results.json").read_text())["summary"]
+        if row["figure"] == figure
+    )
+    assert all(f"{values[label]:.3f}" in row.split(" | ")[2] for label in ("start", "trained"))
