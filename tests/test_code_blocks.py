@@ -113,7 +113,7 @@ def to_write_rows():
 
 def to_distil():
     """With the recipes of a restoration, and books."""
-    shutil.copytree(ROOT / "examples/recipes/restore", "examples/recipes/restore", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "examples/papers", "examples/papers", dirs_exist_ok=True)
     dataset().to_json("books.jsonl")
     return {"dataset": dataset()}
 

@@ -44,7 +44,11 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES, *ROOT.glob("*.md")}), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    sorted({*PAGES, *ROOT.glob("*.md"), *ROOT.glob("examples/**/README.md")}),
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_links_lead_to_files_and_headings(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         file, _, anchor = link.partition("#")

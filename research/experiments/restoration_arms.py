@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from peft import LoraConfig
 
-# LinearARD's stages, as examples/recipes/restore has them; the optimiser is that of the authors' code
+# LinearARD's stages, as examples/papers/linearard has them; the optimiser is that of the authors' code
 _OPTIMISER: dict[str, Any] = {
     "trainable": "qkv",
     "learning_rate": 2e-5,

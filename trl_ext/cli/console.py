@@ -20,6 +20,7 @@ from .extend import add_commands as add_extend
 from .measure import add_commands
 from .methods import add_commands as add_methods
 from .parsing import CommandParser
+from .reproduce import add_commands as add_reproduce
 from .rows import add_commands as add_rows
 from .train import add_commands as add_train
 from .user_errors import run_command
@@ -64,6 +65,7 @@ def _parser() -> CommandParser:
     add_export(commands)
     add_methods(commands)
     add_check(commands)
+    add_reproduce(commands)
     return parser
 
 
