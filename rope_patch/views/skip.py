@@ -24,8 +24,8 @@ class Skip(View):
 
     Args:
         split: s, in tokens, below L, by default from U{0 .. L - 1}; 0 moves the whole document, which changes nothing.
-            Or where it may fall: behind a "sentence", "paragraph" or "document", whose tokens `RopeSFTTrainer` finds
-            in its tokenizer, or behind lists of token IDs, [[13], [198, 198]]. Each border of a document is equally
+            Or where it may fall: after a "sentence", "paragraph" or "document", whose tokens `RopeSFTTrainer` finds in
+            its tokenizer, or after lists of token IDs, [[13], [198, 198]]. Each border of a document is equally
             likely; a document without one is not changed.
         skip: y, in positions, by default from U{1 .. L}. Longer ones e.g. by LogUniform(1, 65536), in a recipe
             `{law: log-uniform, high: 65536}`; a negative skip moves the suffix back over the prefix.
