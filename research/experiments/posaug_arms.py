@@ -37,6 +37,7 @@ def arms(window: int, retrofit: float = 0.1) -> dict[str, Arm]:
     alpha: dict[str, Any] = {"law": "uniform", "low": 1 / 8, "high": 8.0}
     step = {**alpha, "curriculum": "step"}
     skip = {"law": "uniform", "high": far}
+    values = [1.0, 2.0, 4.0, 8.0]
     scratch = {
         "baseline": Arm(),
         "uniform": Arm("posaug"),
@@ -54,8 +55,16 @@ def arms(window: int, retrofit: float = 0.1) -> dict[str, Arm]:
         "top": Arm("per-layer", {"view": posaug, "layers": "top"}),
         "independent": Arm("per-layer", {"view": posaug, "layers": "independent"}),
         "rpe": Arm("rpe", {"max_index": 8 * window}),
+        "rpe, 16 windows": Arm("rpe", {"max_index": 16 * window}),
+        "rfs": Arm("rpe", {"max_index": 8 * window, "values": "floats"}),
+        "pose": Arm("pose", {"target": 8 * window}),
         "fixed-4": Arm("posaug", {"alpha": 4.0}),
-        "discrete": Arm("posaug", {"alpha": {"law": "discrete", "values": [1.0, 2.0, 4.0, 8.0]}}),
+        "fixed-8": Arm("posaug", {"alpha": 8.0}),
+        "discrete": Arm("posaug", {"alpha": {"law": "discrete", "values": values}}),
+        "cycling": Arm("posaug", {"alpha": {"law": "cycling", "values": values}}),
+        "linear": Arm("posaug", {"alpha": {**alpha, "curriculum": "linear", "start": [1 / 2, 2.0]}}),
+        "step, log": Arm("posaug", {"alpha": {**step, "law": "log-uniform"}}),
+        "uniform 1/16..16": Arm("posaug", {"alpha": {**alpha, "low": 1 / 16, "high": 16.0}}),
         "random-base": Arm("random-base"),
     }
     trained_on = {

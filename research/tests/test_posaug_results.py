@@ -17,7 +17,7 @@ def test_the_summary_says_which_orderings_hold():
     assert "| uniform | 2 | 4.120 ± 0.080 | 3.00 ± 2.00 | 0.250 ± 0.150 |" in text
     for row in (
         "cliff: uniform < baseline | 1.07 < 2.28 | 2 of 2 seeds",
-        "penalty: uniform < rpe | 1.4 % < 14.3 % | 1 of 1 seeds",
+        "penalty: uniform < rpe | 1.4 % < 14.3 %, of 42.5M | 1 of 1 seeds",
         "cliff: top < bottom | 1.50 < 2.36 | not run",
         "cliff of uniform at most a tenth of the baseline's | 0.060 and 1.915 | 1 of 2 seeds",
         "penalty of uniform at most 2 % | 1.8 % | 1 of 2 seeds",

@@ -123,6 +123,6 @@ def test_results_are_tabled_and_drawn(tmp_path):
     ]
     table = rpsd_small_scale.table([*runs, *other_seed])
     assert "| skip | 2 | 1.000 ± 0.000 | 0.550 ± 0.050 |" in table
-    assert "| multikey: standard < skip | 47.9 < 59.2; whole runs 57.3 < 69.3 | 1 of 2 seeds |" in table
+    assert "| multikey: standard < skip | 31.0 < 82.6, whole runs; 13 tasks 47.9 < 59.2 | 1 of 2 seeds |" in table
     assert "| multikey spread: skip < standard | the paper's figure | 0 of 2 seeds |" in table
     assert all(file.stat().st_size > 10_000 for file in rpsd_small_scale.plot(runs, tmp_path / "figure.png"))

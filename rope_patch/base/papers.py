@@ -127,6 +127,13 @@ RANDOMIZED_POSITIONS = _entry(
     "Csord{\\'a}s, R{\\'o}bert and Bennani, Mehdi and Legg, Shane and Veness, Joel",
     eprint="2305.16843",
 )
+RANDOM_FLOATS = _entry(
+    "shimizu2026random",
+    "Position Encoding with Random Float Sampling Enhances Length Generalization of Transformers",
+    2026,
+    authors="Shimizu, Atsushi and Taniguchi, Shohei and Matsuo, Yutaka",
+    eprint="2602.14050",
+)
 LONGCE = _entry(
     "fang2024longce",
     "What is Wrong with Perplexity for Long-context Language Modeling?",

@@ -30,7 +30,7 @@ class RelationTargets:
             (the authors' code, which makes them smaller by n_kv_heads / n_heads).
         strip_attention_factor: whether to divide the student's q and k by YaRN's attention factor, which the
             teacher's do not have.
-        divergence: "kl", or "mse", the paper's control: sum_j (R_teacher - R_student)^2.
+        divergence: "kl", or "mse", against which the paper argues without a run: sum_j (R_teacher - R_student)^2.
 
     Source: LinearARD, arXiv:2604.00004, section on objectives and its ablations.
     """

@@ -4,6 +4,7 @@ One file a view; what several views share is in `base`, `options` and `several`.
 """
 
 from .base import VIEWS, TrainingText, View
+from .borders import border_tokens
 from .chunk_permute import ChunkPermute
 from .compose import Compose
 from .cream import Cream
@@ -49,4 +50,5 @@ __all__ = [
     "TrainingText",
     "Uniform",
     "View",
+    "border_tokens",
 ]

@@ -1,4 +1,4 @@
-"""A cue at the end of a short document gets the positions of the end of a long one."""
+"""A cue at the end of a short document gets positions of the end of a long one."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -12,7 +12,7 @@ from ..layout.documents import Documents, checked_cues, closing_tokens
 from .base import VIEWS, Cue, Parameters, require_ids
 from .targeted import Targeted
 
-Placement = Literal["end", "random"]
+Placement = Literal["end", "random", "parts"]
 
 
 @VIEWS.register("endprompt")
@@ -21,20 +21,23 @@ class EndPrompt(Targeted):
     """r(t) = t for the body, t < a, and the last b = `cue_tokens` tokens of a document of a + b have far positions.
 
     - "end": r(t) = L - b + (t - a), so that the last token is at L - 1.
-    - "random": the cue starts at U{a .. L - b}, drawn for each document. This is our reading of ET(PoSE), which the
-      paper describes in one sentence.
+    - "random": the cue starts at U{a .. L - b}, drawn for each document, as in the authors'
+      `finetune_suffix_random.py`.
+    - "parts": the first c ~ U{1 .. floor((b + 1) / 2)} tokens of the cue have r(t) = t + u_1, the others t + u_2, with
+      u_1 ~ U{0 .. L - a - b} and u_2 ~ U{u_1 .. L - a - b}: PoSE's law, with a border between body and cue. This is our
+      reading of ET(PoSE), which "partitions only the end prompts" (sections 4.4 and 4.5).
 
     The document then has the distances 0 .. a - 1 and, under "end", L - a - b + 1 .. L - 1. Tokens a .. a + b - 2 have
     a far key and a label; with one cue token there are none. The paper uses PI with factor ceil(L / native window).
 
-    b = 0 is the paper's control without a cue: it moves nothing and shows the effect of PI and the text alone.
+    b = 0 is our control without a cue: it moves nothing and shows the effect of PI and the text alone.
 
     Args:
         target: L, in positions.
         cue_tokens: b, for all documents; `trl_ext.append_cue` appends the cue. Or a set of cues, as lists of token IDs:
             b is then the length of the longest cue at the document's end, 0 for none. A document of at most b tokens
             is not changed.
-        placement: where the cue goes, "end" or "random".
+        placement: where the cue goes, "end", "random" or "parts".
 
     When: Take it to reproduce EndPrompt; in our runs its cue gave no more than the control without one.
 
@@ -110,7 +113,15 @@ class EndPrompt(Targeted):
         farthest = self.target - length
         skip = farthest if self.placement == "end" else key.integers(0, farthest, slot=0)
         moves = (length > n_tokens) & (n_tokens > 0)
-        return {"split": torch.where(moves, length - n_tokens, length), "skip": torch.where(moves, skip, 0)}
+        drawn = {"split": torch.where(moves, length - n_tokens, length), "skip": torch.where(moves, skip, 0)}
+        if self.placement == "parts":
+            first_part = key.integers(1, ((n_tokens + 1) // 2).clamp(min=1), slot=1)
+            drawn["split_2"] = torch.where(moves, drawn["split"] + first_part, length)
+            drawn["skip_2"] = torch.where(moves, key.integers(skip, farthest, slot=2), 0)
+        return drawn
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        return torch.where(t >= parameters["split"], t + parameters["skip"], t)
+        moved = torch.where(t >= parameters["split"], t + parameters["skip"], t)
+        if self.placement != "parts":
+            return moved
+        return torch.where(t >= parameters["split_2"], t + parameters["skip_2"], moved)

@@ -11,7 +11,7 @@ from ..base import papers
 from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import VIEWS, Parameters, TrainingText, require_ids
-from .sentences import sentence_ends
+from .borders import sentence_ends
 from .targeted import Targeted
 
 _SENTENCES = 64  # first slot of their draws

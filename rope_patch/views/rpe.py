@@ -1,5 +1,6 @@
 """Positions as a sorted random sample of a longer range."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -11,6 +12,7 @@ from ..base.validators import require_choice, require_integer
 from .base import MAX_INDEX, VIEWS, Parameters, View
 
 Granularity = Literal["step", "sample"]
+Values = Literal["integers", "floats"]
 
 
 @VIEWS.register("rpe")
@@ -19,26 +21,34 @@ class RPE(View):
     """r(t) = the t-th smallest of L different integers, drawn uniformly from {0..max_index-1}, for L tokens.
 
     They are the first L of all integers in a random order, so they depend on the document's length alone and not on the
-    rest of the batch. Tokens that are decoded after the L tokens follow one by one.
+    rest of the batch. Under "floats" (RFS) they are L real numbers from U[0, max_index), independent and sorted. Tokens
+    that are decoded after the L tokens follow one by one.
 
     Args:
         max_index: L_max, in positions, above the number of tokens of documents.
         granularity: which documents share the random order: those of a "step", where documents of equal length get
             equal indices, or none ("sample").
+        values: what is drawn, "integers" or "floats".
 
     When: Take it as the baseline that PosAug is compared with.
 
-    Source: randomized positional encodings, arXiv:2305.16843; PosAug compares itself with L_max of 16384 and 32768.
+    Source: randomized positional encodings, arXiv:2305.16843, and random float sampling (RFS), arXiv:2602.14050, in
+        training alone; PosAug compares itself with the former, L_max of 16384 and 32768, and names the latter.
     """
 
     max_index: int = 16384
     granularity: Granularity = "step"
+    values: Values = "integers"
 
     cites = (papers.RANDOMIZED_POSITIONS,)
 
     def __post_init__(self) -> None:
         require_integer("view 'rpe': max_index", self.max_index, least=2, most=MAX_INDEX)
         require_choice("view 'rpe': granularity", self.granularity, get_args(Granularity))
+        require_choice("view 'rpe': values", self.values, get_args(Values))
+
+    def cited(self) -> tuple[str, ...]:
+        return (papers.RANDOM_FLOATS,) if self.values == "floats" else self.cites
 
     def check_length(self, length: int) -> None:
         if length > self.max_index:
@@ -48,13 +58,13 @@ class RPE(View):
             )
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
-        return (length > 1) & (length < self.max_index)
+        return (length > 1) & ((length < self.max_index) | (self.values == "floats"))
 
     def conditions(self) -> list[str]:
         return ["max_index must exceed the tokens of documents"]
 
     def reach(self, length: int, last: int | None = None) -> int:
-        return self.max_index - 1 + (0 if last is None else max(last - length + 1, 0))
+        return self.max_index - (self.values == "integers") + (0 if last is None else max(last - length + 1, 0))
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         slots = torch.arange(self.max_index, device=length.device)
@@ -67,13 +77,18 @@ class RPE(View):
             sample = samples[:, None]
             tokens = torch.zeros_like(sample).index_put_((which.flatten(),), length.reshape(-1, 1))
         draw_key = key.per_step() if self.granularity == "step" else replace(key, sample=sample)
-        # sort the integers by random numbers: all sets of the first L are equally likely
-        order = draw_key.uniform(slot=slots).sort(dim=-1, stable=True).indices
-        rank = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))
-        table = torch.where(rank < tokens, slots, self.max_index).sort(-1).values
+        drawn = draw_key.uniform(slot=slots)
+        if self.values == "floats":
+            table = torch.where(slots < tokens, drawn * self.max_index, math.inf).sort(-1).values
+        else:  # sort the integers by random numbers: all sets of the first L are equally likely
+            order = drawn.sort(dim=-1, stable=True).indices
+            rank = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))
+            table = torch.where(rank < tokens, slots, self.max_index).sort(-1).values
         return {"_table": table.flatten(), "_begin": which * self.max_index, "_length": length}
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        if self.values == "floats":
+            return (t >= 1).double()
         # unchanged up to t are samples whose first t + 1 integers are consecutive: C(N - t, L - t) of all C(N, L)
         n, t = length.double(), t.double()
         longest = torch.full_like(n, self.max_index)

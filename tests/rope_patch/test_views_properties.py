@@ -300,6 +300,7 @@ def test_every_option_that_is_accepted_changes_what_is_drawn(name, data):
         RandomBase(),
         RPE(max_index=11),
         RPE(max_index=14, granularity="sample"),
+        RPE(max_index=9, values="floats"),
         Mix([Standard(), Skip(), Skip(split=4)], [0.2, 0.5, 0.3]),
     ],
     ids=str,

@@ -33,7 +33,7 @@ def relation_mse(
     Raises:
         ValueError: an argument is not as `relation_kl` wants it.
 
-    Source: LinearARD, arXiv:2604.00004, MSE control.
+    Source: LinearARD, arXiv:2604.00004, its proposition against MSE.
     """
     require_heads("student", student, "teacher", teacher)
     seen_by = visibility_of("student", student, causal, key_mask, cu_seqlens, visibility)
