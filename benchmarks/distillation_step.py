@@ -26,7 +26,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
-from view_overhead import LLAMA3_8B
+from view_overhead import LLAMA3_8B, SMOLLM2_135M
 
 from rope_patch.base.draws import DrawKey
 from rope_patch.views import VIEWS, Skip
@@ -36,6 +36,7 @@ from trl_ext import RopeSFTConfig, RopeSFTTrainer
 GIB = 1 << 30
 SHAPES = {
     "llama-3-8b": LLAMA3_8B,
+    "smollm2-135m": SMOLLM2_135M,
     "qwen3-4b": {
         "model_type": "qwen3",
         "vocab_size": 151936,

@@ -33,7 +33,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from view_overhead import LLAMA3_8B, synchronize
+from view_overhead import LLAMA3_8B, SMOLLM2_135M, synchronize
 
 from rope_kernels import decode_attention, decode_attention_ref
 from rope_patch.base.environment import device_name, installed_versions
@@ -42,21 +42,12 @@ from rope_patch.eval.measures.retrieval import retrieval
 from rope_patch.generation import generation
 from rope_patch.generation.generation import greedy_answers
 from rope_patch.generation.reading import Reader
-from rope_patch.prompts.needles import KINDS, Kind, make_prompt
+from rope_patch.prompts.needles import KINDS, Kind, make_prompt, reply_tokens
 from rope_patch.prompts.wordings import PASSKEY_FILLER
 
 T = TypeVar("T")
 GIB = 1 << 30
-NEW_TOKENS = {"passkey": 10, "single": 24, "multikey": 24, "ordinal": 24, "multivalue": 64, "multiquery": 64}
-SMOLLM2_135M = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
+NEW_TOKENS = {kind: reply_tokens(kind, 4) for kind in KINDS}
 TINY = {**SMOLLM2_135M, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}
 SHAPES = {"smollm2-135m": SMOLLM2_135M, "llama-3-8b": LLAMA3_8B, "tiny": TINY}
 SEPARATOR = "<|endoftext|>"

@@ -32,11 +32,6 @@ from trl_ext.recipes.adapter_config import adapter_config
 from trl_ext.recipes.stages import read_stages
 
 SHAPES |= {
-    "smollm2-135m": {
-        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-    },
     "gemma3-270m": {
         "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 640, "intermediate_size": 2048,
         "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,

@@ -25,6 +25,16 @@ from rope_patch.base.environment import device_name
 VIEWS = ["standard", "skip", "cyclic", "dilation", "posaug", "nope", "compose"]
 
 
+SMOLLM2_135M = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
 LLAMA3_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,

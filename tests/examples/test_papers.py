@@ -31,16 +31,6 @@ NAMES = ["endprompt", "linearard", "posaug", "rpsd"]
 SIZES = [(name, size) for name in NAMES for size in ("small", "full")]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 WEIGHTS = runpy.run_path(str(PAPERS / "posaug" / "random_weights.py"))
-SMOLLM2 = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
 QWEN3_06B = {
     **SHAPES["qwen3-4b"],
     "hidden_size": 1024,
@@ -49,12 +39,12 @@ QWEN3_06B = {
     "num_attention_heads": 16,
 }
 CONFIGS = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": SMOLLM2,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": SHAPES["smollm2-135m"],
     "Qwen/Qwen3-0.6B": QWEN3_06B,
     "Qwen/Qwen3-4B": SHAPES["qwen3-4b"],
     "meta-llama/Meta-Llama-3-8B": SHAPES["llama-3-8b"],
     "meta-llama/Meta-Llama-3-8B-Instruct": SHAPES["llama-3-8b"],
-    "out/SmolLM2-135M-Instruct": SMOLLM2,
+    "out/SmolLM2-135M-Instruct": SHAPES["smollm2-135m"],
 }
 
 
