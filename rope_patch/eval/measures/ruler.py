@@ -18,7 +18,7 @@ from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_positio
 from .base import Job, Measure
 from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores
 from .retrieval_grid import RetrievalGrid
-from .ruler_prompts import RulerPrompts, ruler_prompts
+from .ruler_prompts import RulerPrompts, require_haystack, ruler_prompts
 
 if TYPE_CHECKING:
     from ..suite import EvalPlan
@@ -199,6 +199,7 @@ def ruler(
             together = {task: documents[length, task] for task in chosen[first : first + at_once]}
             measured: dict[str, dict[str, Any]] = {}
 
+            # all together, also what is stored, so that the same prompts are answered beside each other
             def cell(task: str, together: Any = together, measured: Any = measured, n: int = length) -> dict[str, Any]:
                 if not measured:
                     measured.update(_measure(model, tokenizer, together, n, batch_size, chat, progress))
@@ -327,8 +328,9 @@ def _measured(job: Job) -> Ruler:
 
 
 def _check(plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-    shortest = min(plan.ruler_lengths or plan.lengths, default=0)
-    ruler_prompts(tokenizer, [shortest], samples=1, progress=False, **_prompt_options(plan, texts))
+    lengths, options = plan.ruler_lengths or plan.lengths, _prompt_options(plan, texts)
+    ruler_prompts(tokenizer, [min(lengths, default=0)], samples=1, progress=False, **options)
+    require_haystack(tokenizer, lengths, options["tasks"], options["haystack"])
 
 
 RULER = Measure(

@@ -79,6 +79,7 @@ def ruler_prompts(
     data = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
     chosen = chosen_tasks(tasks, **data)
     frame = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
+    require_haystack(tokenizer, lengths, chosen, haystack)
     # the longest first, which take most of the time
     cells = [(length, task) for length in sorted(lengths, reverse=True) for task in chosen]
     make = partial(_made, tokenizer, frame, samples, data, seed)
@@ -162,6 +163,26 @@ def chosen_tasks(tasks: Sequence[str] | None, **data: Any) -> list[str]:
     return chosen
 
 
+def require_haystack(
+    tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], tasks: Sequence[str] | None, haystack: str | None
+) -> None:
+    """Raise ValueError if the text ends before the longest prompt: lm-eval would make a shorter one in its place."""
+    length = max(lengths, default=0)
+    task = next((task for task in tasks or TASKS if _NEEDS.get(task) == "haystack"), None)
+    if task is None or haystack is None or len(words := _words(haystack)) >= length:  # a word has a token or more
+        return
+    n = len(tokenizer(" ".join(words))["input_ids"])
+    if n < 0.9 * length:
+        raise ValueError(
+            f"the text has {n} tokens, which are too few for RULER's {task} at {length} tokens: give more text, or "
+            "leave the length out."
+        )
+
+
+def _words(haystack: str) -> list[str]:
+    return re.sub(r"\s+", " ", haystack).split(" ")
+
+
 def _documents(
     task: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -176,17 +197,7 @@ def _documents(
     with _generators(task, length, seed) as lm_eval:
         if task in _NEEDLES:
             kind = _NEEDLES[task]["type_haystack"]
-            essay = re.sub(r"\s+", " ", str(source)).split(" ")
-            # lm-eval ends a prompt where the essays end, and takes it for one of the length
-            if (
-                kind == "essay"
-                and len(essay) < room
-                and (n := len(tokenizer(" ".join(essay))["input_ids"])) < 0.9 * room
-            ):
-                raise ValueError(
-                    f"the text has {n} tokens, which are too few for RULER's {task} at {length} tokens: give more "
-                    "text, or leave the length out."
-                )
+            essay = _words(str(source))
             return lm_eval.prepare_niah.generate_samples(
                 essay if kind == "essay" else lm_eval.prepare_niah.get_haystack(kind),
                 max_seq_length=room,

@@ -314,6 +314,12 @@ def test_a_text_that_ends_before_the_length_is_refused():
         ruler_prompts(TOKENIZER, [9000], tasks=["niah_single_2"], samples=2, haystack=TEXT, progress=False)
 
 
+def test_a_text_that_ends_before_the_longest_length_is_refused_before_a_model_is_loaded(tmp_path):
+    plan = EvalPlan(measures=("ruler",), length=200, lengths=(1500, 9000), ruler_tasks=("niah_single_2",))
+    with pytest.raises(ValueError, match="^the text has .* RULER's niah_single_2 at 9000 tokens"):
+        run_suite({"m": lambda: pytest.fail("loaded")}, TOKENIZER, [TEXT], plan, tmp_path)
+
+
 def test_a_file_with_few_questions_gives_fewer_prompts_than_were_asked_for(tmp_path):
     towns = [
         {"title": f"t{k}", "paragraphs": [
