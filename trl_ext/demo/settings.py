@@ -19,7 +19,7 @@ ROWS_PER_STEP = {"cuda": 8, "cpu": 1}
 _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 
 MINUTES = 10
-"""How long the demo takes on two free cores with its own settings, an estimate (research/results/demo.md)."""
+"""How long the demo takes on two free cores with its own settings (research/results/demo.md)."""
 
 # Two cores read 12288 tokens in most of a minute, twice for each of three models: for the loss and for the questions.
 # They write eight chats in a minute, of which one or two end, so there are no rows of chats.

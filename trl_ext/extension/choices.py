@@ -102,7 +102,7 @@ class Choices:
         weights: {"train", "lora_rank", "gradient_checkpointing"}.
         rate: peak learning rate.
         precision: "bf16" or "float32".
-        evaluation: {"measures", "prompts", "lengths", "ruler_tasks", "ruler_lengths", "n_rows"}.
+        evaluation: {"measures", "prompts", "lengths", "ruler_tasks", "ruler_lengths", "ruler_samples", "n_rows"}.
     """
 
     rescaling: Choice
@@ -428,18 +428,16 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     wanted = options.prompts or prompts
     # as many at each depth; fewer prompts than depths have some of them
     prompts = wanted if wanted < len(DEPTHS) else -(-wanted // len(DEPTHS)) * len(DEPTHS)
-    texts = -(-prompts // len(DEPTHS))
-    asked = f"passkeys of several people in {f'{texts} texts' if texts > 1 else 'one text'}"
-    # a CPU reads one text for all questions
-    asking, tasks, ruler_lengths = ["several"], list[str](), list[int]()
+    ruler_lengths = [n for n in lengths if n >= SHORTEST_LENGTH] if on_gpu else []
+    tasks = list(RULER_TASKS) if ruler_lengths and find_spec("lm_eval") else []
+    ruler_samples = max(prompts // 2, 1)
     if on_gpu:
-        asked, asking = "a hidden number (passkey)", ["passkey"]
-        ruler_lengths = [n for n in lengths if n >= SHORTEST_LENGTH]
-    if ruler_lengths and find_spec("lm_eval"):
-        asking, tasks = ["passkey", "ruler"], list(RULER_TASKS)
-        asked += (
-            f", and from {SHORTEST_LENGTH:,} tokens on {max(prompts // 2, 1)} for each of {len(tasks)} tasks of RULER"
-        )
+        asked = "a hidden number (passkey)"
+        if tasks:
+            asked += f", and from {SHORTEST_LENGTH:,} tokens on {ruler_samples} for each of {len(tasks)} tasks of RULER"
+    else:  # a CPU reads one text for all questions
+        texts = -(-prompts // len(DEPTHS))
+        asked = f"passkeys of several people in {f'{texts} texts' if texts > 1 else 'one text'}"
     text = (
         f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of "
         f"{', '.join(f'{n:,}' for n in lengths)} tokens, {prompts} question{'s' * (prompts > 1)} each for {asked}, "
@@ -455,11 +453,12 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     if ruler_lengths and not tasks:
         notes += " RULER is left out: it needs lm-eval, pip install 'rope-patch[eval]'."
     value = {
-        "measures": ["cliff", *asking],
+        "measures": ["cliff", "passkey" if on_gpu else "several", *(["ruler"] if tasks else [])],
         "prompts": prompts,
         "lengths": lengths,
         "ruler_tasks": tasks,
         "ruler_lengths": ruler_lengths,
+        "ruler_samples": ruler_samples,
         "n_rows": n_rows,
     }
     if options.lengths or options.prompts:

@@ -33,7 +33,7 @@ def eval_plan(facts: ModelFacts, to: int, choices: Choices, seed: int) -> EvalPl
         lengths=tuple(value["lengths"]),
         ruler_tasks=tuple(value["ruler_tasks"]),
         ruler_lengths=tuple(value["ruler_lengths"]),
-        ruler_samples=max(prompts // 2, 1),
+        ruler_samples=value["ruler_samples"],
         trials=-(-prompts // len(depths)),
         depths=depths,
         window=facts.window,

@@ -260,7 +260,7 @@ def _minutes(
     n_texts = measuring["prompts"]
     if "several" in measuring["measures"]:
         n_texts = -(-n_texts // len(DEPTHS))
-    of_ruler = len(measuring["ruler_tasks"]) * max(measuring["prompts"] // 2, 1) * list(measuring["ruler_lengths"])
+    of_ruler = len(measuring["ruler_tasks"]) * measuring["ruler_samples"] * list(measuring["ruler_lengths"])
     lengths = [*measuring["lengths"] * n_texts, *of_ruler, *[to] * measuring["n_rows"]]
     measure = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
     measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]})
