@@ -19,7 +19,7 @@ from .inference import InferenceModel
 from .reading import Question, Reader, Reply
 from .rows_check import bytes_if_alike
 
-# prompt tokens that one forward reads on a CPU, or in the model's `generate`: longer chunks are no faster
+# prompt tokens that one forward reads in the model's `generate`: longer chunks are no faster
 PREFILL_CHUNK = 8192
 _ROWS = 4  # prompts in a batch of the model's `generate`
 

@@ -78,7 +78,8 @@ class Reader:
         of_row = self.kv_bytes * capacity
         n_rows = max(_HELD // of_row, 1)
         # a quarter is for the activations of a chunk, and for what nobody counts
-        while n_rows > 1 and n_rows * of_row > 3 * free_bytes(self.device) // 4:
+        room = 3 * free_bytes(self.device) // 4
+        while n_rows > 1 and n_rows * of_row > room:
             n_rows //= 2
         n_rows = min(n_rows, len(ids), self.batch_size or len(ids))
         chunk = self.chunk or _CHUNK

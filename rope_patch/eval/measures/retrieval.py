@@ -105,7 +105,7 @@ def retrieval(
         depths: depths of one needle that is asked for; 0 is the start of the text and 1 its end. Others are drawn.
         trials: prompts for each length and depth.
         n_needles: number of hidden sentences, for all kinds but "passkey", "single" and "several".
-        batch_size: maximum number of prompts in memory and answered at once; None means as many as fit.
+        batch_size: maximum number of prompts in memory and answered at once; None means 8 GiB of keys and values.
         seed: seed of keys, values and places.
         chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. Lengths
             include it.
