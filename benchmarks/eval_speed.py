@@ -210,6 +210,9 @@ def kernels(model: Any, length: int) -> Iterator[dict[str, Any]]:
             continue
         flops = 2 * length**2 * q.shape[1] * dim  # half of the square is seen
         yield {"attention": f"whole prompt, {name}", "ms": ms, "tflops": flops / ms / 1e9}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        first, again = new_shapes(q, k, v, backend)
+        yield {"attention": f"new lengths of some 4096 tokens, {backend.name}", "first_ms": first, "again_ms": again}
     half = length // 2
     bias: Any = causal_lower_right(length - half, length)
     ms = milliseconds(lambda: F.scaled_dot_product_attention(q[:, :, half:], k, v, attn_mask=bias, enable_gqa=grouped))
@@ -224,6 +227,21 @@ def kernels(model: Any, length: int) -> Iterator[dict[str, Any]]:
     for name, ms in times.items():
         rate = {"tb_per_s": (k.nbytes + v.nbytes) / ms / 1e9, "ratio": times["masked SDPA"] / ms}
         yield {"attention": f"one token of {rows} rows, {name}", "ms": ms, **rate}
+
+
+def new_shapes(q: Any, k: Any, v: Any, backend: SDPBackend) -> tuple[float, float]:
+    """Milliseconds of attention of a length that no call had before, and of the same length again; means of eight."""
+    parts = [[x[:, :, :n] for x in (q, k, v)] for n in range(4001, 4129, 16)]
+    times = []
+    with sdpa_kernel(backend):
+        for _ in range(2):
+            synchronize()
+            begin = time.perf_counter()
+            for part in parts:
+                F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            synchronize()
+            times.append(1000 * (time.perf_counter() - begin) / len(parts))
+    return times[0], times[1]
 
 
 def setting() -> dict[str, Any]:

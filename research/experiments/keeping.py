@@ -10,8 +10,11 @@ An arm (keeping_arms.py) is a rescaling and, if it trains, rows of `rope-patch r
 is trained on --rows rows of the window, in bf16 autocast over float32 weights, and measured in bf16: loss by position
 on held-out books; passkey, keyed numbers and keyed words as written at each length, raw and, of instruct models, in
 the chat template; replies to users' texts of the native model's own chats, and how far the predictions on those chats
-are from the native model's; answers to SQuAD's questions about a paragraph, if --squad names a file of them;
-short-text benchmarks, if --bench names a folder with them. A seed draws rows, their order and gaps.
+are from the native model's; answers to SQuAD's questions about a paragraph, if --squad names a file of them; RULER's
+tasks, with --ruler; short-text benchmarks, if --bench names a folder with them. A seed draws rows, their order and gaps.
+
+Arms with "skills" in their name have rows that take a skill in place of most plain questions; with --rows 288 those of
+"skills-but-SKILL" differ from "skills" in that skill's rows alone.
 
 Arms with "evidence" in their name learn from answers of their own to fewer rows (keeping_evidence.py). The weights that
 one starts from are those in --checkpoints; if they are not there, they are trained first.
@@ -66,13 +69,16 @@ from native_kl import kl_from, losses_of
 from paragraph_questions import Paragraph, answers_about, read_paragraphs
 from result_parts import Parts
 from rope_patch import patch_model
-from rope_patch.eval import context_gain, loss_by_position, read_texts
+from rope_patch.eval import context_gain, loss_by_position, read_texts, ruler
 from rope_patch.eval.measures.harness import require_lm_eval
+from rope_patch.eval.measures.ruler_prompts import TASKS, RulerPrompts
 from rope_patch.generation.generation import greedy_tokens
 from rope_patch.layout.special_tokens import SpecialTokens
 from rope_patch.prompts.asking import Frame
 from rope_patch.views.by_name import resolve_view
+from ruler_prompts import kept_prompts
 from trl_ext.rows import make_rows, own_chats, own_texts
+from trl_ext.rows.row import Kind
 
 EDGES = [64, *(2**k for k in range(10, 18))]
 REPLY = 128  # tokens of a reply in a chat, at most
@@ -106,9 +112,10 @@ class Data:
     held_out_own: list[list[int]]
     asked: dict[tuple[str, bool, int], list[Asked]]
     paragraphs: list[Paragraph] = field(default_factory=list)
+    ruler: RulerPrompts | None = None
 
     @property
-    def kind_of_own(self) -> str:
+    def kind_of_own(self) -> Kind:
         """The rows that are made of what the native model wrote."""
         return "chats" if self.tokenizer.chat_template else "own_texts"
 
@@ -147,6 +154,14 @@ def all_asked(tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace) 
                     test, tokenizer, held_out.tolist(), length, books, chat, args.question_seed
                 )
     return questions
+
+
+def ruler_of(tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace) -> RulerPrompts:
+    """RULER's prompts, with needles in the held-out rows."""
+    files = {"ruler_qa_squad": args.squad, "ruler_qa_hotpot": args.hotpotqa}
+    args.ruler_tasks = args.ruler_tasks or [task for task in TASKS if files.get(task, True)]
+    books = held_out[:, len(SpecialTokens.of(tokenizer).begin) :]
+    return kept_prompts(tokenizer, tokenizer.batch_decode(books), args, args.ruler_lengths, hotpotqa=args.hotpotqa)
 
 
 @torch.no_grad()
@@ -325,6 +340,8 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts
     }
     if data.paragraphs:
         figures["squad"] = parts.get("squad", partial(answers_about, model, data.tokenizer, data.paragraphs))
+    if data.ruler is not None:
+        figures["ruler"] = ruler_scores(model, data.tokenizer, data.ruler, args, parts)
     if args.bench:
         figures["short_text"] = parts.get("short_text", partial(short_text_figures, model, data, args))
     figures["measure_seconds"] = time.perf_counter() - begin
@@ -335,6 +352,23 @@ def asked(model: Any, data: Data, test: str, chat: bool, length: int) -> dict[st
     """What a model wrote to the questions of one test, form and length."""
     cell = {"test": test, "chat": chat, "length": length}
     return {**cell, **answered(model, data.tokenizer, test, data.asked[test, chat, length], length)}
+
+
+def ruler_scores(
+    model: Any, tokenizer: Any, prompts: RulerPrompts, args: argparse.Namespace, parts: Parts
+) -> dict[str, Any]:
+    """RULER's tasks in raw text, prompt by prompt, and a reply of each."""
+    found = ruler(
+        model,
+        tokenizer,
+        args.ruler_lengths,
+        samples=args.ruler,
+        chat_template="off",
+        progress=False,
+        remember=parts.remember,
+        prompts=prompts,
+    )
+    return {"lengths": found.lengths, "scores": found.prompt_scores, "replies": found.replies}
 
 
 def short_text_figures(model: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
@@ -372,6 +406,12 @@ def summary(figures: dict[str, Any]) -> str:
             if cells:
                 shown = "  ".join(f"{c['length']} {fmean(c['scores']):.2f}" for c in cells)
                 lines.append(f"  {test:8}{'chat' if chat else 'raw':5} {shown}")
+    if "ruler" in figures:
+        tasks = figures["ruler"]["scores"].values()
+        means = [fmean(map(fmean, of_length)) for of_length in zip(*tasks, strict=True)]
+        lines.append(
+            "  RULER    " + "  ".join(f"{n} {m:.3f}" for n, m in zip(figures["ruler"]["lengths"], means, strict=True))
+        )
     if "squad" in figures:
         lines.append(f"  questions about paragraphs {fmean(figures['squad']['scores']):.3f}")
     if "short_text" in figures:
@@ -379,7 +419,7 @@ def summary(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def known_arms(args: argparse.Namespace, kind_of_own: str) -> dict[str, Arm]:
+def known_arms(args: argparse.Namespace, kind_of_own: Kind) -> dict[str, Arm]:
     """Every arm by name, with those of --rescaling."""
     searched = searched_rescaling(args.rescaling) if args.rescaling else None
     return arms(args.window, args.target, kind_of_own, args.row_length, searched)
@@ -431,6 +471,10 @@ def main() -> None:
     parser.add_argument("--held-out-rows", type=int, default=6, help="rows for loss by position")
     parser.add_argument("--checkpoints", type=Path, help="folder that keeps what is trained, as ARM-SEED")
     parser.add_argument("--squad", type=Path, help="SQuAD's questions about paragraphs, as JSON lines")
+    parser.add_argument("--ruler", type=int, default=0, metavar="N", help="prompts of each RULER task and length")
+    parser.add_argument("--ruler-tasks", nargs="+", help="default: all whose data are given by --squad and --hotpotqa")
+    parser.add_argument("--ruler-lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--hotpotqa", type=Path, help="HotpotQA's questions, for RULER")
     parser.add_argument(
         "--bench", type=Path, help="folder with short-text benchmarks, see rope_patch.eval.measures.short_text"
     )
@@ -440,7 +484,7 @@ def main() -> None:
         show(args, partial(tables, beside=args.beside), partial(plot, model=args.model))
         return
     require(parser, args, "model", "own", *(() if args.make_own else ("text", "held_out")))
-    if args.bench:  # what is lacking is told before hours of training
+    if args.bench or args.ruler:  # what is lacking is told before hours of training
         require_lm_eval()
     known = known_arms(args, "chats")
     names = chosen(parser, args, known)
@@ -464,6 +508,7 @@ def main() -> None:
         texts_of_model[: args.held_out_own],
         all_asked(tokenizer, held_out, args),
         read_paragraphs(args.squad) if args.squad else [],
+        ruler_of(tokenizer, held_out, args) if args.ruler else None,
     )
     # what does not train is the same with every seed
     runs = [

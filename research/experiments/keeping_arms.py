@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trl_ext.rows.row import SKILLS, Kind, Skill
+
 Options = Mapping[str, Any]
 
 
@@ -31,7 +33,7 @@ class Arm:
     """
 
     rescale: tuple[str, Options] | None = None
-    shares: Mapping[str, float] | None = None
+    shares: Mapping[Kind, float] | None = None
     rows: Options = field(default_factory=dict)
     row_length: int | None = None
     times: int = 1
@@ -47,10 +49,20 @@ class Arm:
         return {} if self.rescale is None else {"rescale": self.rescale[0], "rescale_args": self.rescale[1]}
 
 
+def with_skills(kind_of_own: Kind, skills: tuple[Skill, ...]) -> dict[Kind, float]:
+    """Weights of kinds of rows of which a third end with questions: plain ones, and an equal part for each skill.
+
+    Plain ones take the place of a skill that is left out, and rows of all other kinds are the same token for token if
+    the number of rows is a multiple of 288: 12 of each skill, of which a quarter is a whole number too.
+    """
+    asking = 2.0 + len(SKILLS)
+    return {"text": asking, kind_of_own: asking, "questions": asking - len(skills), **dict.fromkeys(skills, 1.0)}
+
+
 def arms(
     window: int,
     target: int,
-    kind_of_own: str,
+    kind_of_own: Kind,
     row_length: int | None = None,
     searched: tuple[str, Options] | None = None,
 ) -> dict[str, Arm]:
@@ -95,6 +107,13 @@ def arms(
         "view_args": {"target": target, "window": row_length or window},
         "learning_rate": 5e-4,
     }
+    skills = replace(keep_2, shares=with_skills(kind_of_own, SKILLS))
+    left_out = {
+        f"skills-but-{skill}": replace(
+            keep_2, shares=with_skills(kind_of_own, tuple(other for other in SKILLS if other != skill))
+        )
+        for skill in SKILLS
+    }
     of_search = (
         {} if searched is None else {"searched": Arm(searched), "keep-2-searched": replace(keep_2, rescale=searched)}
     )
@@ -120,6 +139,10 @@ def arms(
         "keep-2-lora-slow": replace(lora, training={**lora.training, "learning_rate": 1e-3}),
         "keep-2-qkv": qkv,
         "keep-2-slow": slow,
+        "skills": skills,
+        **left_out,
+        "skills-no-kl-slow": replace(skills, training=no_kl_slow.training),
+        "skills-lora-slow": replace(skills, training={**lora.training, "learning_rate": 1e-3}, lora=64),
         "keep-2-slow-long": replace(slow, times=2),
         "no-kl-2-slow-long": replace(no_kl_slow, times=2),
         "keep-2-gain": replace(keep_2, gain=1 / 3),

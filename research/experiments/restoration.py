@@ -236,7 +236,7 @@ def main() -> None:
     # prompts begin as the tokenizer begins a text; what rows begin with must not stand in the middle of one
     books = val[:, len(SpecialTokens.of(tokenizer).begin) :]
     asked = raw_questions(tokenizer, books.tolist(), args.lengths, args.prompts) if args.prompts else {}
-    prompts = kept_prompts(tokenizer, tokenizer.batch_decode(books[:4]), args) if args.ruler else None
+    prompts = kept_prompts(tokenizer, tokenizer.batch_decode(books[:4]), args, args.lengths) if args.ruler else None
     data = Data(tokenizer, rows, val, choosing, load(args.model).eval(), asked, prompts)
 
     def run_of(seed: int, name: str, rate: float | None) -> Run:

@@ -13,18 +13,26 @@ from rope_patch.eval.measures.ruler_prompts import TASKS, RulerPrompts, ruler_pr
 RULER_TASKS = [task for task in TASKS if task != "ruler_qa_hotpot"]  # LinearARD's twelve
 
 
-def kept_prompts(tokenizer: Any, texts: Sequence[str], args: argparse.Namespace) -> RulerPrompts:
-    """The prompts of --ruler, --ruler-tasks, --lengths and --squad, in raw text.
+def kept_prompts(
+    tokenizer: Any,
+    texts: Sequence[str],
+    args: argparse.Namespace,
+    lengths: Sequence[int],
+    hotpotqa: Path | None = None,
+) -> RulerPrompts:
+    """The prompts of --ruler, --ruler-tasks and --squad, in raw text.
 
     Args:
         tokenizer: of the model.
         texts: held-out text to hide needles in.
         args: with these and --checkpoints, whose folder gets the prompts; None keeps none.
+        lengths: of the prompts.
+        hotpotqa: file of HotpotQA, for its task.
     """
     haystack = "\n".join(texts)
     # what they are made of, so that others are not taken for them
     text = hashlib.sha256(haystack.encode()).hexdigest()
-    asked = [Path(tokenizer.name_or_path).name, text, args.ruler, *args.ruler_tasks, *map(str, args.lengths)]
+    asked = [Path(tokenizer.name_or_path).name, text, args.ruler, *args.ruler_tasks, *map(str, lengths)]
     file = args.checkpoints and args.checkpoints / "ruler-prompts.json"
     if file and file.is_file():
         kept = json.loads(file.read_text(encoding="utf-8"))
@@ -32,11 +40,12 @@ def kept_prompts(tokenizer: Any, texts: Sequence[str], args: argparse.Namespace)
             return {(length, task): documents for length, task, documents in kept["prompts"]}
     prompts = ruler_prompts(
         tokenizer,
-        args.lengths,
+        lengths,
         tasks=args.ruler_tasks,
         samples=args.ruler,
         haystack=haystack,
         squad=args.squad,
+        hotpotqa=hotpotqa,
         chat_template="off",
         progress=False,
     )

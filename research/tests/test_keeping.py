@@ -4,6 +4,7 @@ import json
 import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,12 +19,15 @@ import keeping_questions as questions
 import keeping_results
 from rope_patch.prompts.asking import Frame
 from trl_ext import RopeSFTConfig
+from trl_ext.rows.mix import rows_by_kind
+from trl_ext.rows.row import SKILLS
 
 ARMS = (
     "native yarn ntk ntk-2 ntk-4 pose no-kl no-kl-2 no-kl-cold no-kl-cold-2 keep keep-2 keep-2-long keep-2-kl-3 "
     "keep-2-quarter keep-2-half keep-2-three-quarters keep-2-lora keep-2-lora-slow keep-2-qkv keep-2-slow "
     "keep-2-slow-long no-kl-2-slow-long keep-2-gain drop keep-2-answers keep-2-answers-half keep-2-answers-short "
-    "keep-2-answers-chats evidence keep-2-evidence keep-cold keep-cold-2"
+    "keep-2-answers-chats skills skills-but-chain skills-but-values skills-but-count skills-but-order "
+    "skills-but-comparison skills-but-passage skills-no-kl-slow skills-lora-slow evidence keep-2-evidence keep-cold keep-cold-2"
 ).split()
 BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 
@@ -71,6 +75,16 @@ def test_arms_are_configurations_that_the_trainer_takes(name, tmp_path):
     assert config.rescale == (arm.rescale[0] if arm.rescale else None)
 
 
+def test_an_arm_without_a_skill_has_plain_questions_in_its_place():
+    known = keeping_arms.arms(8192, 65536, "chats")
+    rows = {name: rows_by_kind(288, known[name].shares) for name in known if name.startswith("skills")}
+    for skill in SKILLS:
+        without = dict(rows[f"skills-but-{skill}"])
+        without["questions"] -= rows["skills"][skill]
+        assert all(0.25 * n == round(0.25 * n) for n in without.values()), "short ones, in exact shares"
+        assert {**without, skill: rows["skills"][skill]} == rows["skills"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", [True, False], ids=["instruct", "base"])
 def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monkeypatch):
@@ -94,7 +108,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         "argv",
         f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own_texts} "
         f"--squad {squad} --held-out-own 2 --arms native keep keep-2-half keep-2-lora keep-2-gain drop pose "
-        f"--window 2048 --target 4096 --rows 6 --lengths 1400 --prompts 16 "
+        f"--ruler 2 --ruler-tasks niah_single_1 --ruler-lengths 4096 --window 2048 --target 4096 --rows 6 --lengths 1400 --prompts 16 "
         f"--held-out-rows 2 --checkpoints {tmp_path}/kept --out {out}".split(),
     )
     keeping.main()
@@ -105,7 +119,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     assert [len(r["squad"]["scores"]) for r in runs] == [2] * len(runs)
     assert {c["chat"] for c in runs[0]["asked"]} == ({False, True} if chat else {False})
     assert ("replies" in runs[1]["own"]) == chat
-    kept = {folder.name: json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "kept").iterdir()}
+    kept = {folder.name: json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "kept").glob("*-0")}
     assert {name: c["rope_parameters"]["rope_type"] for name, c in kept.items()} == {
         "keep-0": "default",
         "keep-2-0": "default",
@@ -115,6 +129,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         "drop-0": "llama3",
         "pose-0": "yarn",
     }
+    assert [np.shape(r["ruler"]["scores"]["niah_single_1"]) for r in runs] == [(1, 2)] * len(runs)
     table = keeping_results.table(runs)
     assert "| keep |" in table and "| short text | SQuAD | passkey" in table and "SQuAD 2 paragraphs." in table
     assert "| SQuAD |" in keeping_results.differences(runs, "native")

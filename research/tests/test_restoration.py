@@ -215,7 +215,7 @@ def test_what_rows_begin_with_stands_at_the_beginning_of_prompts_alone(study, mo
     beginning_tokenizer().save_pretrained(study.folder)
     monkeypatch.setattr(restoration, "carry_out", lambda given, args, shown: runs.extend(given))
     monkeypatch.setattr(restoration, "require_lm_eval", lambda: None)
-    monkeypatch.setattr(restoration, "kept_prompts", lambda tokenizer, texts, args: haystacks.extend(texts))
+    monkeypatch.setattr(restoration, "kept_prompts", lambda tokenizer, texts, *_: haystacks.extend(texts))
     study("out.jsonl", "--arms", "native", "--prompts", "16", "--lengths", "1000", "--ruler", "2")
     (*_, data) = runs[0].results.args
     prompts = [question.shared for questions in data.asked.values() for question in questions]

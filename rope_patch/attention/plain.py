@@ -28,7 +28,7 @@ from ..forward.cache_arguments import cache_argument, returned_cache
 from ..forward.state import has_view
 from ..rope.rotary import find_base_model, find_decoder, forget_rows
 from .masks import finished_mask
-from .prefix import is_read_in_parts, prefix_attention
+from .prefix import is_read_in_parts, kernels_for, prefix_attention
 from .rounding import SAMPLES, differs_by_rounding
 from .windowed import WindowedAttention, repeated
 
@@ -139,7 +139,8 @@ class Windows:
         # under autocast rotated queries and keys are float32 and values are not; autocast casts them for SDPA alike
         q, k, v = map(as_multiplied, (call.query, call.key, call.value))
         if window is None or k.shape[2] <= window:
-            return _causal(q, k, v, call.scale).transpose(1, 2)
+            with kernels_for(q, k):
+                return _causal(q, k, v, call.scale).transpose(1, 2)
         return self._windowed(q, k, v, window, call.scale).transpose(1, 2)
 
 

@@ -1,10 +1,11 @@
 """Causal attention of tokens to a prefix and to themselves, with the kernel that PyTorch runs for plain attention."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from rope_kernels.common.autocast import as_multiplied
@@ -14,6 +15,24 @@ _ATEN = torch.ops.aten
 
 # kernel by which PyTorch computes plain causal attention -> type of device on which we call it for each part
 _KERNELS = {"cuda": SDPBackend.CUDNN_ATTENTION.value, "cpu": SDPBackend.FLASH_ATTENTION.value}
+_ROUND = 1024
+_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def kernels_for(query: torch.Tensor, key: torch.Tensor) -> AbstractContextManager[None]:
+    """Rule out cuDNN unless the tokens of query and key are multiples of 1024.
+
+    cuDNN is the fastest, but makes a plan for each new shape, which takes longer than attention of a short prompt does
+    (`benchmarks/eval_speed.py`). Prompts have all lengths.
+
+    Args:
+        query: [batch, n_heads, n, head_dim].
+        key: [batch, n_kv_heads, n_keys, head_dim].
+    """
+    if query.is_cuda and (query.shape[2] % _ROUND or key.shape[2] % _ROUND):
+        kernels: AbstractContextManager[None] = sdpa_kernel(_UNPLANNED)
+        return kernels
+    return nullcontext()
 
 
 def prefix_attention(

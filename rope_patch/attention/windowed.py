@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from .masks import causal_band
+from .prefix import kernels_for
 
 BLOCK = 1024
 """Queries of a block, unless the window is longer: shorter blocks launch more kernels, longer ones multiply more."""
@@ -53,7 +54,8 @@ class WindowedAttention:
             if shape not in self._visible:
                 self._visible[shape] = causal_band(q.shape[2], k.shape[2], window, q.device)
             visible = self._visible[shape].to(q.device)  # layers may be on several devices
-            out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale))
+            with kernels_for(q, k):
+                out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale))
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
     def causal(

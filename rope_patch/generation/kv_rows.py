@@ -57,18 +57,19 @@ class KVRows:
             ids: the tokens, [rows, n].
             first: row of ids[0].
             begin: index of ids[:, 0] in its prompt.
-            chunk: tokens of each row that one forward reads.
+            chunk: tokens of each row that one forward reads. Forwards end at its multiples.
             keep: number of last tokens whose logits are returned, at most those of the last forward.
 
         Returns:
             Logits of the next token after each of these, [rows, keep, vocab_size].
         """
         self.slots, self.first, self.last = None, first, first + len(ids)
-        for part in ids.split(chunk, dim=1):
-            self.begin = begin
-            positions = torch.arange(begin, begin + part.shape[1], device=ids.device).expand(part.shape)
+        start, stop = begin, begin + ids.shape[1]
+        for end in (*range((begin // chunk + 1) * chunk, stop, chunk), stop):
+            part, self.begin = ids[:, begin - start : end - start], begin
+            positions = torch.arange(begin, end, device=ids.device).expand(part.shape)
             logits = self._forward(part, positions, keep)
-            begin += part.shape[1]
+            begin = end
         return logits
 
     def decode(self, token: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

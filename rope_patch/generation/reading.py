@@ -159,7 +159,8 @@ class Reader:
         if not answer:
             return [choice][: len(question.answer)]
         ids = torch.tensor([answer], device=self.device)
-        logits = rows.read(ids, row, len(question.prompt), len(answer), keep=len(answer))
+        begin = len(question.prompt)
+        logits = rows.read(ids, row, begin, begin + len(answer), keep=len(answer))  # in one forward
         return [choice, *logits[0].float().argmax(-1).tolist()]
 
     def _decode(self, rows: KVRows, logits: torch.Tensor, questions: Sequence[Question]) -> list[list[int]]:

@@ -258,6 +258,7 @@ def _task(name: str, documents: list[dict[str, Any]]) -> Any:
             name,
             documents,
             "test",
+            folder="ruler",
             process_results=score,
             # lm-eval's tasks have a metric for each of a fixed list of lengths, -1 where nothing was measured
             metric_list=[{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
