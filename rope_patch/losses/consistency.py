@@ -12,7 +12,7 @@ from rope_kernels.vocabulary.rows import ce_factors
 from ..base.validators import require_number
 from ..layout.labelled import Labelled, Rows
 from .heads import head_losses
-from .longce import LongCE, head_weights
+from .longce import LongCE, ShortContexts, head_weights
 from .next_token import NextTokenLoss
 
 Direction = Literal["reverse", "forward", "jsd"]
@@ -138,14 +138,6 @@ class ComparedRows:
         here = labelled.shard.held(self.queries)
         names = ("queries", "labels", "document", "kl_factor", "kl_weight")
         return replace(self, **{name: getattr(self, name)[here] for name in names})
-
-
-@dataclass(frozen=True)
-class ShortContexts:
-    """`LongCE.reference` of a batch, [batch, n], where token weights need it."""
-
-    ce: torch.Tensor | None = None  # for the weights of the cross-entropy
-    kl: torch.Tensor | None = None  # for `kl_longce`
 
 
 @dataclass(frozen=True)

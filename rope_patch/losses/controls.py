@@ -1,7 +1,7 @@
 """Controls (ablations) of self-distillation: noise in dropout or attention scores instead of a view."""
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,8 @@ from ..attention.masks import additive_mask
 from ..base.validators import require_number
 from ..families.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window
 from ..layout.labelled import Labelled
-from .forward_loss import Arguments, DecoderCall
-from .passes import PairedStates, Pairing, Passes, ViewRequest
+from .forward_loss import DecoderCall
+from .passes import Passes, ViewRequest
 
 Kind = Literal["dropout", "attention_noise"]
 
@@ -75,10 +75,13 @@ class NoisyPasses(Passes):
         self.evaluation_seed = 0
         self._dropping = False
 
-    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
-        # in training the first pass has dropout too; in evaluation its loss is the plain one
+    def before_standard(self) -> None:
+        # in training this pass has dropout too; in evaluation its loss is the plain one
         self._dropping = self.decoder.training
-        standard = call.run_before().last_hidden_state
+
+    def before(self, request: ViewRequest, call: DecoderCall) -> None:
+        self.before_standard()
+        request.standard = call.run_before().last_hidden_state
         self._dropping = True
         if self.control.kind == "attention_noise":
             if attention_kernel(self.causal_lm) == "flex":
@@ -90,13 +93,10 @@ class NoisyPasses(Passes):
                     config=self.decoder.config,
                     strength=self.control.strength,
                 )
-        output = yield None
-        first = torch.zeros_like(request.labelled.documents.length)
-        return PairedStates(standard, output.last_hidden_state, first, request.labelled)
 
-    def standard(self, call: DecoderCall) -> Generator[Arguments | None, Any, torch.Tensor]:
-        self._dropping = self.decoder.training
-        return (yield from super().standard(call))
+    def after(self, request: ViewRequest, output: Any) -> None:
+        request.view = output.last_hidden_state
+        request.first_changed = torch.zeros_like(request.labelled.documents.length)
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Losses that are computed while a model's forward runs, inside any wrapper, by hooks of its decoder."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,12 @@ REQUEST = "loss_request"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a decoder."""
 
-AroundDecoder = Generator[Arguments | None, Any, Any]
-"""A generator with one `yield`, where the decoder's forward runs. It yields new arguments for the decoder, or None to
-keep them, and gets back the decoder's output. So one function holds what a loss does before and after the forward."""
-
 
 class LossRequest:
     """Carries the batch's labels into a forward as a keyword argument; the forward writes the loss to it.
 
-    It is a plain object, because wrappers such as DDP rebuild the dictionaries, dataclasses and tensors they pass on.
+    What `ForwardLoss.before` computes waits here for `ForwardLoss.after`, which drops what is large. A request is a
+    plain object, because wrappers such as DDP rebuild the dictionaries, dataclasses and tensors they pass on.
 
     Args:
         valid: which tokens are real, bool [batch, n].
@@ -42,7 +39,6 @@ class LossRequest:
         self.valid = valid
         self.document = document
         self.teaching = False  # whether the running forward is a teacher's
-        self.suspended: AroundDecoder | None = None  # of the running forward, waiting at its `yield`
         self.compared = False  # whether the decoder has run with this request
 
     def visit(self, call: AttentionCall) -> torch.Tensor | None:
@@ -67,7 +63,8 @@ class DecoderCall:
 class ForwardLoss:
     """Inside `active()`, a forward that gets a `LossRequest` as `loss_request` writes a loss to it.
 
-    Backward has to run inside the block too. A subclass computes its loss in `_around_decoder`.
+    Backward has to run inside the block too. A subclass computes its loss in `after`, and in `before` what has to run
+    before the decoder's own forward.
 
     Args:
         model: patched or not, bare or wrapped.
@@ -101,8 +98,8 @@ class ForwardLoss:
         """Compute the loss of each forward in the block that gets a request."""
         handles = [
             # before the hook that draws the view: the end of a teacher's forward clears the view in force
-            self.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True, prepend=True),
-            self.decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
+            self.decoder.register_forward_pre_hook(self._call_before, with_kwargs=True, prepend=True),
+            self.decoder.register_forward_hook(self._call_after, with_kwargs=True),
             self.causal_lm.register_forward_hook(self._require_compared, with_kwargs=True),
         ]
         try:
@@ -121,22 +118,17 @@ class ForwardLoss:
         request: LossRequest | None = call.options.pop(REQUEST, None)
         return None if request is None or id(call.module) not in self._text_modules else request.visit(call)
 
-    def _before_decoder(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def _call_before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         request: LossRequest | None = kwargs.get(REQUEST)
         if request is None or request.teaching:
             return None
-        request.suspended = self._around_decoder(request, DecoderCall(decoder, args, kwargs))
-        return next(request.suspended)
+        return self.before(request, DecoderCall(decoder, args, kwargs))
 
-    def _after_decoder(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _call_after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         request: LossRequest | None = kwargs.get(REQUEST)
-        if request is None or request.teaching:
-            return
-        assert request.suspended is not None
-        try:
-            request.suspended.send(output)
-        except StopIteration:  # the generator has returned, and the loss is on the request
-            request.suspended, request.compared = None, True
+        if request is not None and not request.teaching:
+            self.after(request, output)
+            request.compared = True
 
     def _require_compared(
         self, causal_lm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -148,8 +140,12 @@ class ForwardLoss:
                 "computed there. Use objective='clm'."
             )
 
-    def _around_decoder(self, request: Any, call: DecoderCall) -> AroundDecoder:
-        """Run code before and after the decoder's forward, and write the loss to the request (`AroundDecoder`)."""
+    def before(self, request: Any, call: DecoderCall) -> Arguments | None:
+        """Run before the decoder's forward; returns new arguments for it, or None to keep them."""
+        return None
+
+    def after(self, request: Any, output: Any) -> None:
+        """Compute the loss from the decoder's output, and write it to the request."""
         raise NotImplementedError
 
 

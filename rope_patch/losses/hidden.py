@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..base.validators import require_number
 from ..patch import rope_view
 from .distiller import Distiller
-from .forward_loss import AroundDecoder, DecoderCall, LossRequest
+from .forward_loss import DecoderCall, LossRequest
 from .targets import checked_layers
 from .teacher import CopiedTeacher, SharedTeacher
 
@@ -65,6 +65,8 @@ class HiddenRequest(LossRequest):
 
     distance: torch.Tensor
     far: torch.Tensor | None = None  # only in training
+    taught: list[torch.Tensor]  # the teacher's hidden states, [batch, n, H_t] each
+    last: torch.Tensor | None = None  # its last ones, [batch, n, H_t], if a forward under the view is compared too
 
     @property
     def held(self) -> torch.Tensor:
@@ -100,23 +102,27 @@ class HiddenDistiller(Distiller):
     def _new_request(self, valid: torch.Tensor, document: torch.Tensor) -> HiddenRequest:
         return HiddenRequest(valid, document)
 
-    def _around_decoder(self, request: HiddenRequest, call: DecoderCall) -> AroundDecoder:
+    def before(self, request: HiddenRequest, call: DecoderCall) -> None:
         taught = self._ask_teacher(request, call)
-        chosen, last = [taught.hidden_states[i] for i in self.layers], taught.last_hidden_state  # [batch, n, H_t] each
-        del taught
-        two_passes = self.targets.short_to_long and self.decoder.training
-        if two_passes:
+        request.taught = [taught.hidden_states[i] for i in self.layers]
+        if self.targets.short_to_long and self.decoder.training:
+            request.last = taught.last_hidden_state
+            del taught
             with rope_view(self.decoder, "standard"):
-                request.distance = self._distance(request, call.run_before(), chosen)
-        output = yield None
-        if two_passes:
-            request.far = _one_minus_cos(output.last_hidden_state, last, request.held)
-        else:
-            request.distance = self._distance(request, output, chosen)
+                self._write_distance(request, call.run_before())
 
-    def _distance(self, request: HiddenRequest, output: Any, teacher: list[torch.Tensor]) -> torch.Tensor:
-        pairs = zip(self.layers, teacher, strict=True)
-        return torch.stack([_one_minus_cos(output.hidden_states[i], t, request.held) for i, t in pairs]).sum()
+    def after(self, request: HiddenRequest, output: Any) -> None:
+        if request.last is None:
+            self._write_distance(request, output)
+        else:
+            request.far = _one_minus_cos(output.last_hidden_state, request.last, request.held)
+            request.last = None
+
+    def _write_distance(self, request: HiddenRequest, output: Any) -> None:
+        pairs = zip(self.layers, request.taught, strict=True)
+        states = [_one_minus_cos(output.hidden_states[i], taught, request.held) for i, taught in pairs]
+        request.distance = torch.stack(states).sum()
+        del request.taught
 
 
 def _one_minus_cos(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,14 @@ class LongCE:
         return reference.view(ids.shape)
 
 
+@dataclass(frozen=True)
+class ShortContexts:
+    """`LongCE.reference` of a batch, [batch, n], where token weights need it."""
+
+    ce: torch.Tensor | None = None  # for the weights of the cross-entropy
+    kl: torch.Tensor | None = None  # for `ViewConsistency.kl_longce`
+
+
 class DFT(LongCE):
     """loss = mean over tokens of p_i CE_i, p_i the probability that the model gives the token, a constant.
 

@@ -1,7 +1,7 @@
 """Knowledge distillation from the pretrained model at true positions to the model under a view, for every token."""
 
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from ..families.capabilities import why_no_losses
 from ..layout.labelled import Labelled
 from .consistency import Direction
 from .distiller import Distiller
-from .forward_loss import AroundDecoder, DecoderCall, LossRequest, require
+from .forward_loss import DecoderCall, LossRequest, require
 from .heads import head_losses
 from .teacher import CopiedTeacher, SharedTeacher
 
@@ -78,6 +78,7 @@ class NativeRequest(LossRequest):
 
     loss: torch.Tensor
     rows: RowMetrics  # of `queries`
+    taught: torch.Tensor | None = None  # [N, H_t], the teacher's states
 
     def __init__(self, labelled: Labelled, n_tokens: int, n_labels: int, n_next: int) -> None:
         super().__init__(labelled.valid, labelled.ordinal)
@@ -133,13 +134,14 @@ class NativeDistiller(Distiller):
         if self.teacher is not None:
             self.require_taught_length("the teacher, the model as it was pretrained,", length)
 
-    def _around_decoder(self, request: NativeRequest, call: DecoderCall) -> AroundDecoder:
-        taught = None
+    def before(self, request: NativeRequest, call: DecoderCall) -> None:
         if self.teacher is not None:
             self.check_length(int(request.labelled.documents.length.max()))
             taught = request.labelled.states(self._ask_teacher(request, call).last_hidden_state, request.queries)
-            taught = taught.to("cpu") if self.offload else taught  # [N, H_t]
-        output = yield None
+            request.taught = taught.to("cpu") if self.offload else taught
+
+    def after(self, request: NativeRequest, output: Any) -> None:
+        taught, request.taught = request.taught, None
         hidden = request.labelled.states(output.last_hidden_state, request.queries)  # [N, H]
         labels, ce_weight = self._labels_and_weights(request)
         if taught is None:

@@ -12,9 +12,9 @@ from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from ..families.capabilities import why_no_losses
 from ..layout.labelled import Labelled
 from .cue import CueWeight
-from .forward_loss import AroundDecoder, DecoderCall, ForwardLoss, LossRequest, require
+from .forward_loss import DecoderCall, ForwardLoss, LossRequest, require
 from .heads import head_losses
-from .longce import LongCE, head_weights
+from .longce import LongCE, ShortContexts, head_weights
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class NextTokenRequest(LossRequest):
     """
 
     result: NextTokenLoss
+    short = ShortContexts()
 
     def __init__(self, labelled: Labelled, ce_divisor: int) -> None:
         super().__init__(labelled.valid, labelled.ordinal)
@@ -101,17 +102,17 @@ class WeightedNextToken(ForwardLoss):
         require(why_no_losses(self.causal_lm, self.decoder))
         self.longce, self.cue = longce, cue
 
-    def _around_decoder(self, request: NextTokenRequest, call: DecoderCall) -> AroundDecoder:
-        training, short_ce = self.decoder.training, None
-        if training and self.longce is not None:
-            short_ce = self.longce.reference(self.causal_lm, self.decoder, request.labelled)
-        output = yield None
+    def before(self, request: NextTokenRequest, call: DecoderCall) -> None:
+        if self.decoder.training and self.longce is not None:
+            request.short = ShortContexts(self.longce.reference(self.causal_lm, self.decoder, request.labelled))
+
+    def after(self, request: NextTokenRequest, output: Any) -> None:
         request.result = next_token_loss(
             self.causal_lm,
             request.labelled,
             output.last_hidden_state,
             request.ce_divisor,
             longce=self.longce,
-            short_ce=short_ce,
-            cue=self.cue if training else None,
+            short_ce=request.short.ce,
+            cue=self.cue if self.decoder.training else None,
         )

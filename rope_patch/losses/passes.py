@@ -1,7 +1,6 @@
 """Hidden states under true positions and under a view, from one forward, from two, or from two calls of the model."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from ..layout.labelled import Labelled
 from ..layout.two_view import TwoViewLayout
 from ..patch import rope_view
 from ..rope.rotary import parameter_names
-from .consistency import ShortContexts
 from .forward_loss import Arguments, DecoderCall
 from .next_token import NextTokenRequest
 
@@ -29,8 +27,7 @@ logger = logging.get_logger(__name__)
 class StandardRequest(NextTokenRequest):
     """For the first of two calls, under true positions: the forward writes to it what the second call needs."""
 
-    short: ShortContexts
-    states: torch.Tensor | None = None  # [batch, n, H], detached
+    states: torch.Tensor  # [batch, n, H], detached
 
 
 class ViewRequest(NextTokenRequest):
@@ -42,6 +39,12 @@ class ViewRequest(NextTokenRequest):
         kl_divisor: what the KL is divided by, the sum of `SelfDistiller.kl_count` over the step.
         earlier: the request of the first call if there are two, else None.
     """
+
+    taught: torch.Tensor | None = None  # last hidden states of the teacher, [batch, n, H_t]
+    standard: torch.Tensor  # those under true positions, [batch, places, H]; the place of a token is its index
+    view: torch.Tensor  # those under the view, [batch, places, H]
+    place: torch.Tensor | None = None  # index in `view` of each token, [batch, n]; None means its own index
+    first_changed: torch.Tensor  # s, the first token of each document that the view moves, in the shape of documents
 
     def __init__(
         self, labelled: Labelled, ce_divisor: int, kl_divisor: int, earlier: StandardRequest | None = None
@@ -58,49 +61,29 @@ class ViewRequest(NextTokenRequest):
         self.attended = True
         return self.attention(call)
 
-
-@dataclass(frozen=True)
-class PairedStates:
-    """Last hidden states of the same tokens in two forwards, under true positions and under a view.
-
-    Args:
-        standard: under true positions, [batch, places, H]; a token's place is its own index.
-        view: under the view, [batch, places, H].
-        first_changed: s, the first token of each document that the view moves, in the shape of its documents.
-        labelled: the batch.
-        place: index in `view` of each token's state, [batch, n]; None means the token's own index.
-    """
-
-    standard: torch.Tensor
-    view: torch.Tensor
-    first_changed: torch.Tensor
-    labelled: Labelled
-    place: torch.Tensor | None = None
-
-    def at(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both states of some tokens, [N, H] each, given their indices among the flattened tokens."""
+    def take_states(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both states of some tokens, [N, H] each, given their indices among the flattened tokens; drops the others."""
+        standard, view = self.standard, self.view
+        del self.standard, self.view
         if self.place is None:
-            return self.labelled.states(self.standard, queries), self.labelled.states(self.view, queries)
+            return self.labelled.states(standard, queries), self.labelled.states(view, queries)
         rows, tokens = queries // self.place.shape[1], queries % self.place.shape[1]
-        return self.standard[rows, tokens], self.view[rows, self.place[rows, tokens]]
+        return standard[rows, tokens], view[rows, self.place[rows, tokens]]
 
 
-Pairing = Generator[Arguments | None, Any, PairedStates]
-"""An `AroundDecoder` that returns the states of both forwards."""
-
-
-class Passes(ABC):
+class Passes:
     """A way to compute the states under true positions and under the view."""
 
-    @abstractmethod
-    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
-        """Compute both, around the forward of the call."""
+    def before(self, request: ViewRequest, call: DecoderCall) -> Arguments | None:
+        """Run before the decoder's forward; returns new arguments for it, or None to keep them."""
+        raise NotImplementedError
 
-    def standard(self, call: DecoderCall) -> Generator[Arguments | None, Any, torch.Tensor]:
-        """Run only the call's own forward, under true positions; returns its states, [batch, n, H]."""
-        output = yield None
-        states: torch.Tensor = output.last_hidden_state
-        return states
+    def after(self, request: ViewRequest, output: Any) -> None:
+        """Run after it: the request then has both states, and the first token that the view moves."""
+        raise NotImplementedError
+
+    def before_standard(self) -> None:
+        """Run before a forward under true positions that is compared with none."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -116,32 +99,37 @@ class TwoPasses(Passes):
     """
 
     source: ViewSource
+    decoder: Any
 
-    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
+    def before(self, request: ViewRequest, call: DecoderCall) -> Arguments | None:
         if request.earlier is None:
-            with rope_view(call.decoder, "standard"):
-                standard = call.run_before().last_hidden_state
-        else:  # the states are large, so the request drops them
-            standard, request.earlier.states = request.earlier.states, None
-        output = yield None
+            with rope_view(self.decoder, "standard"):
+                request.standard = call.run_before().last_hidden_state
+        else:  # the states are large, so the earlier request drops them
+            request.standard = request.earlier.states
+            del request.earlier.states
+        return None
+
+    def after(self, request: ViewRequest, output: Any) -> None:
+        request.view = output.last_hidden_state
         # the view's forward has made its draw, which s belongs to
-        first = first_changed(self.source, request.labelled, call.decoder)
-        return PairedStates(standard, output.last_hidden_state, first, request.labelled)
+        request.first_changed = first_changed(self.source, request.labelled, self.decoder)
 
 
 @dataclass(frozen=True)
-class OnePass(Passes):
+class OnePass(TwoPasses):
     """One forward over the tokens, followed by copies of those that the view moves (`TwoViewLayout`).
 
-    A call takes two passes instead if the model passes finished 4D masks to its decoder.
+    Two passes run instead if an earlier call has run the first, or the model passes finished 4D masks to its decoder.
     """
 
     causal_lm: nn.Module
     state: RopeState
-    source: ViewSource
 
-    def pair(self, call: DecoderCall, request: ViewRequest) -> Pairing:
-        decoder, labelled = call.decoder, request.labelled
+    def before(self, request: ViewRequest, call: DecoderCall) -> Arguments | None:
+        if request.earlier is not None:
+            return super().before(request, call)
+        decoder, labelled = self.decoder, request.labelled
         named = {**dict(zip(parameter_names(decoder), call.args, strict=False)), **call.kwargs}
         position_ids, mask = named.get("position_ids"), named.get("attention_mask")
         # masks finished by the model around the decoder may show more than causality, as between parts of an image
@@ -149,7 +137,7 @@ class OnePass(Passes):
             logger.warning_once(
                 "Both views run in two passes, because the model passes finished 4D masks to its decoder."
             )
-            return (yield from TwoPasses(self.source).pair(call, request))
+            return super().before(request, call)
         (n_rows, seq_len), device = labelled.ids.shape, labelled.ids.device
         batch = Batch(
             rows=n_rows,
@@ -165,21 +153,26 @@ class OnePass(Passes):
         drawn = self.source.bind(batch)
         positions = torch.arange(seq_len, device=device) if position_ids is None else position_ids
         positions = positions.expand(n_rows, seq_len)  # true ones
-        first = first_changed(self.source, labelled, decoder)
-        layout = TwoViewLayout.of(labelled, first, copy_granule(self.causal_lm, seq_len))
+        request.first_changed = first_changed(self.source, labelled, decoder)
+        layout = TwoViewLayout.of(labelled, request.first_changed, copy_granule(self.causal_lm, seq_len))
         moved = _from_document_starts(drawn(positions), positions, labelled)
-        table = TableSource(layout.index(positions, moved))  # [batch, tokens and copies]
-        request.attention = TwoViewAttention(layout, self.causal_lm, decoder.config)
-        self.state.overrides.append(table)  # `SelfDistiller.active` removes it if the forward raises
-        output = yield (), _with_copies(named, layout, positions)
-        self.state.overrides.remove(table)
+        request.place, request.attention = layout.seen, TwoViewAttention(layout, self.causal_lm, decoder.config)
+        # [batch, tokens and copies]; `SelfDistiller.active` closes it if the forward raises
+        self.state.overrides.append(TableSource(layout.index(positions, moved)))
+        return (), _with_copies(named, layout, positions)
+
+    def after(self, request: ViewRequest, output: Any) -> None:
+        if request.place is None:
+            super().after(request, output)
+            return
+        self.state.overrides.pop()
         if not request.attended:
             raise ValueError(
                 f"{type(self.causal_lm).__name__} does not call its attention through Transformers' table with the "
                 "keyword arguments that it gets, so one forward cannot give both views: choose two passes, "
                 "objective_args={'passes': 'two'}."
             )
-        return PairedStates(output.last_hidden_state, output.last_hidden_state, first, labelled, layout.seen)
+        request.standard = request.view = output.last_hidden_state
 
 
 def _from_document_starts(index: torch.Tensor, positions: torch.Tensor, labelled: Labelled) -> torch.Tensor:

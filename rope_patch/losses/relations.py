@@ -17,7 +17,7 @@ from ..families.attention_calls import AttentionCall
 from ..families.capabilities import why_no_losses, why_no_relations
 from ..rope.rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
-from .forward_loss import REQUEST, AroundDecoder, DecoderCall, LossRequest, require
+from .forward_loss import REQUEST, DecoderCall, LossRequest, require
 from .heads import head_kl
 from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
@@ -68,6 +68,9 @@ class RelationRequest(LossRequest):
         student_factor: YaRN's attention factor in the student's q and k; 1 if there is none or it stays.
         offload: whether the teacher's tensors are kept on the CPU.
     """
+
+    chosen: torch.Tensor  # bool [batch, n], the tokens that the logit KL counts
+    taught: torch.Tensor  # [N, H_t], the teacher's states of these
 
     def __init__(
         self,
@@ -254,26 +257,26 @@ class RelationDistiller(Distiller):
                         stack.callback(handle.remove)
             yield
 
-    def _around_decoder(self, request: RelationRequest, call: DecoderCall) -> AroundDecoder:
+    def before(self, request: RelationRequest, call: DecoderCall) -> None:
         request.with_gradient = torch.is_grad_enabled()
         taught = self._ask_teacher(request, call).last_hidden_state
+        if self.logit_kl is not None:
+            chosen = self.logit_kl.last_tokens(request.document)
+            request.chosen = chosen if request.shard is None else request.shard.local(chosen)
+            request.taught = taught[request.chosen]
+
+    def after(self, request: RelationRequest, output: Any) -> None:
         if self.logit_kl is None:
-            del taught  # this generator would keep the states in memory during the student's forward
-            yield None  # the layers compute their losses
-            return
-        chosen = self.logit_kl.last_tokens(request.document)  # [batch, n]
-        if request.shard is not None:
-            chosen = request.shard.local(chosen)
-        taught = taught[chosen]  # [N, H_t]
-        output = yield None
+            return  # the layers have computed their losses
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
             request.logit_kl = head_kl(
                 self.causal_lm,
                 self.teacher.head,
-                output.last_hidden_state[chosen],
-                taught,
+                output.last_hidden_state[request.chosen],
+                request.taught,
                 temperature=self.logit_kl.temperature,
             ).sum()
+        del request.taught
 
     def _note_request(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # hooks of rotary modules do not get the decoder's keyword arguments

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,11 +14,11 @@ from ..forward.drawn_view import DrawnView
 from ..forward.sources import ViewSource
 from ..layout.labelled import Labelled
 from ..views import Standard
-from .consistency import ComparedRows, ShortContexts, ViewConsistency, consistency_loss
+from .consistency import ComparedRows, ViewConsistency, consistency_loss
 from .controls import Control, NoisyPasses
 from .distiller import Distiller
-from .forward_loss import AroundDecoder, DecoderCall, require
-from .longce import LongCE
+from .forward_loss import Arguments, DecoderCall, require
+from .longce import LongCE, ShortContexts
 from .next_token import NextTokenRequest, next_token_loss
 from .passes import OnePass, Passes, StandardRequest, TwoPasses, ViewRequest
 from .teacher import CopiedTeacher, SharedTeacher
@@ -99,9 +100,9 @@ class SelfDistiller(Distiller):
         else:
             logger.warning(f"Both views run in two passes instead of one: the model has {reason}.")
         if reason is not None:
-            return TwoPasses(source)
+            return TwoPasses(source, self.decoder)
         assert self.state is not None
-        return OnePass(self.causal_lm, self.state, source)
+        return OnePass(source, self.decoder, self.causal_lm, self.state)
 
     @property
     def one_pass(self) -> bool:
@@ -163,41 +164,43 @@ class SelfDistiller(Distiller):
                 while len(self.state.overrides) > n_before:  # a forward that raised leaves more than one
                     self.state.overrides.pop()
 
-    def _around_decoder(self, request: NextTokenRequest, call: DecoderCall) -> AroundDecoder:
-        if isinstance(request, ViewRequest) and self.compares:
-            return self._both_views(request, call)
-        return self._standard_alone(request, call)
+    def before(self, request: NextTokenRequest, call: DecoderCall) -> Arguments | None:
+        if not isinstance(request, ViewRequest) or not self.compares:
+            request.short = self._read_short(request.labelled)
+            self.passes.before_standard()
+            return None
+        request.short = self._read_short(request.labelled) if request.earlier is None else request.earlier.short
+        if self.teacher is not None:
+            self.check_length(int(request.labelled.documents.length.max()))
+            request.taught = self._ask_teacher(request, call).last_hidden_state
+        return self.passes.before(request, call)
 
-    def _standard_alone(self, request: NextTokenRequest, call: DecoderCall) -> AroundDecoder:
+    def after(self, request: NextTokenRequest, output: Any) -> None:
+        if isinstance(request, ViewRequest) and self.compares:
+            self._compare(request, output)
+        else:
+            self._standard_alone(request, output.last_hidden_state)
+
+    def _standard_alone(self, request: NextTokenRequest, hidden: torch.Tensor) -> None:
         """The cross-entropy under true positions: the whole loss, or that of the first of two calls."""
-        short = self._read_short(request.labelled)
-        hidden = yield from self.passes.standard(call)  # [batch, n, H]
         request.result = next_token_loss(
             self.causal_lm,
             request.labelled,
             hidden,
             request.ce_divisor,
             longce=self.longce,
-            short_ce=short.ce,
+            short_ce=request.short.ce,
             chunk_rows=self._few_rows() if isinstance(request, StandardRequest) else None,
         )
         if isinstance(request, StandardRequest):
-            request.short, request.states = short, hidden.detach()
+            request.states = hidden.detach()
 
-    def _both_views(self, request: ViewRequest, call: DecoderCall) -> AroundDecoder:
+    def _compare(self, request: ViewRequest, output: Any) -> None:
         """The whole loss in one call, or the rest of it in the second of two calls."""
         labelled, training, earlier = request.labelled, self.decoder.training, request.earlier
-        passes, taught = self.passes, None
-        if earlier is None:
-            short = self._read_short(labelled)
-        else:
-            assert self.view is not None
-            short, passes = earlier.short, TwoPasses(self.view)
-        if self.teacher is not None:
-            self.check_length(int(labelled.documents.length.max()))
-            taught = self._ask_teacher(request, call).last_hidden_state  # [batch, n, H_t]
-        pair = yield from passes.pair(call, request)
-        first_changed = pair.first_changed if taught is None else torch.zeros_like(pair.first_changed)
+        self.passes.after(request, output)
+        taught, request.taught = request.taught, None
+        first_changed = request.first_changed if taught is None else torch.zeros_like(request.first_changed)
         share = self.changes.share(labelled) if self.consistency.reduction == "uniform" else None
         rows = ComparedRows.of(
             self.consistency,
@@ -208,9 +211,10 @@ class SelfDistiller(Distiller):
             kl_divisor=request.kl_divisor,
             training=training,
         ).held(labelled)
-        standard, view = pair.at(rows.queries)  # [N, H] each
+        # drops the states of all tokens before memory peaks in the loss
+        standard, view = request.take_states(rows.queries)  # [N, H] each
         teacher = None if taught is None else (self.teacher.head, labelled.states(taught, rows.queries))
-        del pair, taught  # frees the states of all tokens before memory peaks in the loss
+        del taught
         request.result = consistency_loss(
             self.causal_lm,
             self.consistency,
@@ -221,7 +225,7 @@ class SelfDistiller(Distiller):
             training=training,
             teacher=teacher,
             longce=self.longce,
-            short=short,
+            short=request.short,
             earlier=None if earlier is None else earlier.result,
             chunk_rows=None if earlier is None else self._few_rows(),
         )

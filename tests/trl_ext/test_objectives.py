@@ -144,8 +144,7 @@ def test_an_objective_has_defaults_for_all_of_its_options(objective, tmp_path):
 class SquaredStates(ForwardLoss):
     """Sum of squares of last hidden states."""
 
-    def _around_decoder(self, request, call):
-        output = yield None
+    def after(self, request, output):
         request.result = output.last_hidden_state[request.valid].square().sum()
 
 
