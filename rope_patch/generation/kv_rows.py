@@ -6,7 +6,7 @@ need a mask: attention then misses its fast kernels and repeats keys for every q
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,6 +81,15 @@ class KVRows:
         """
         self.slots, self.begin = slots, 1  # 1: some families ask whether the cache is empty
         return self._forward(token[:, None], slots[:, None], 1)[:, 0]
+
+    def end(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Read the last tokens of prompts that rows 0, 1, ... hold otherwise; logits after them, [rows, vocab_size].
+
+        So prompts of several lengths can be read together, with padding on the right: no token of a prompt sees it, and
+        decoding overwrites it.
+        """
+        token = torch.stack([prompt[-1] for prompt in prompts])
+        return self.decode(token, torch.tensor([len(prompt) - 1 for prompt in prompts], device=token.device))
 
     def copy_prefix(self, source: int, first: int, last: int, n_tokens: int) -> None:
         """Copy the first tokens of row `source` to rows first, ..., last - 1."""

@@ -5,14 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rope_kernels.common.gpu_memory import free_gpu_bytes
 
 from .decoding import Greedy, decode, end_tokens
 from .kv_rows import KVRows
 
-# up to so many tokens, several prompts are read in one forward, even if they share more than it reuses
-_TOGETHER = {"cuda": 8192, "cpu": 256}
+# up to so many tokens, several prompts are read in one forward, even if they share more than it reuses: a forward of
+# fewer takes as long on a GPU, which waits for Python
+_TOGETHER = {"cuda": 16384, "cpu": 256}
 _CHUNK = 16384  # tokens of a prompt that one forward reads
 _LEAST_CHUNK = 1024
 # Keys and values that are held at once. It is the same on each machine, because a reply can change with the number of
@@ -127,21 +129,23 @@ class Reader:
             differ = (earlier[:n] != prompt[:n]).nonzero()
             shared.append(min(int(differ[0]) if len(differ) else n, len(prompt) - 1))
         together = _TOGETHER.get(self.device.type, _TOGETHER["cpu"])
-        logits, first = [], 0
+        first = 0
         while first < len(batch):
-            # prompts first, ..., last - 1 of one length n are read together from `begin` on
-            begin, last, n = shared[first], first + 1, len(batch[first])
-            while last < len(batch) and len(batch[last]) == n:
-                if (last + 1 - first) * (n - min(begin, shared[last])) > together:
+            # prompts first, ..., last - 1 are read together from `begin` on, shorter ones with padding behind them
+            begin, last, longest = shared[first], first + 1, len(batch[first])
+            while last < len(batch):
+                wider, earlier = max(longest, len(batch[last])), min(begin, shared[last])
+                if (last + 1 - first) * (wider - earlier) > together:
                     break
-                begin, last = min(begin, shared[last]), last + 1
+                begin, last, longest = earlier, last + 1, wider
             if begin:
                 rows.copy_prefix(first - 1 if first else len(held) - 1, first, last, begin)
-            tokens = torch.stack([p[begin:] for p in batch[first:last]])
-            logits.append(rows.read(tokens, first, begin, max(chunk // len(tokens), 1))[:, -1])
+            tokens = pad_sequence([p[begin:-1] for p in batch[first:last]], batch_first=True)
+            if tokens.shape[1]:
+                rows.read(tokens, first, begin, max(chunk // len(tokens), 1))
             done(n_before + last)
             first = last
-        return torch.cat(logits)
+        return rows.end(batch)
 
     def _replies(self, rows: KVRows, logits: torch.Tensor, questions: Sequence[Question]) -> list[Reply]:
         """Replies of rows that hold the prompts of `questions`, with `logits` [rows, vocab_size] after them."""

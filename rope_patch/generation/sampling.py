@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from .decoding import Sampling, decode, up_to_end
@@ -71,17 +72,13 @@ def sampled_tokens(
 
 def _logits_behind(rows: KVRows, prompts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Fill `rows` with prompts and return the logits after each, [rows, vocab_size]."""
-    # padding is on the right, where no token of the prompt sees it and decoding overwrites it
-    width = max(map(len, prompts)) - 1
-    padded = torch.tensor([[*p[:-1], *[0] * (width + 1 - len(p))] for p in prompts], device=device)
-    if width:
-        first = 0
+    ids, first = [torch.tensor(p, device=device) for p in prompts], 0
+    padded = pad_sequence([p[:-1] for p in ids], batch_first=True)
+    if width := padded.shape[1]:
         for part in padded.split(max(_TOGETHER // width, 1)):
             rows.read(part, first, 0, chunk=width)
             first += len(part)
-    # the last tokens have different indices, as decoded tokens do
-    last = torch.tensor([p[-1] for p in prompts], device=device)
-    return rows.decode(last, torch.tensor([len(p) - 1 for p in prompts], device=device))
+    return rows.end(ids)
 
 
 def _by_generate(
