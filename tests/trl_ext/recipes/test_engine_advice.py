@@ -40,9 +40,9 @@ def test_a_shared_row_counts_its_part_of_tokens(tmp_path):
     model, args = tiny(), settings(tmp_path)
     whole, part = (plan_memory(model, args, n, torch.device("cpu"), "on") for n in (64, 16))
     needs = bytes_of(engine_needs(model, args, 4, torch.device("cpu")))
-    assert needs["fsdp2"] - needs["fsdp2-cp"] == whole.needed - part.needed
-    assert needs["ddp"] == whole.needed
-    assert bytes_of(engine_needs(model, args, 1, torch.device("cpu"))) == {"ddp": whole.needed}
+    assert needs["fsdp2"] - needs["fsdp2-cp"] == whole.memory.total - part.memory.total
+    assert needs["ddp"] == whole.memory.total
+    assert bytes_of(engine_needs(model, args, 1, torch.device("cpu"))) == {"ddp": whole.memory.total}
 
 
 def test_what_fits_with_the_fewest_gpus_is_advised():
