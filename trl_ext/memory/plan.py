@@ -1,7 +1,7 @@
 """Estimate the memory of a training step, and decide whether rows are long for a device."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -177,7 +177,7 @@ def _step(model: nn.Module, args: "RopeSFTConfig", row_length: int | None, shard
         attention="masks" if attention_kernel(causal_lm) == "sdpa" else "kernel",
         # of several documents, and of shorter rows that are padded
         masks_all=args.packing or args.padding_free or args.per_device_train_batch_size > 1,
-        **asdict(factors),
+        factors=factors,
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..engines.sharding import Sharding
+from ..objectives.base import ActivationFactors
 from .size import ModelSize
 from .tiled import TILE
 
@@ -43,10 +44,9 @@ class Step:
             of n x n, "kernel" needs neither. None is "blocks" from `MASKS_TO` tokens on, and "masks" below.
         masks_all: whether all rows have such a mask, as padded rows and those of several documents do, and not those
             of layers with sliding windows alone.
-        long: whether `long_rows` is on: layers run in tiles of tokens, and the inputs of the first
-            `offloaded_layers` wait on the host.
-        offloaded_layers: so many.
-        graphs, at_once, states, beside: `ActivationFactors` of the objective.
+        long: whether layers run in tiles of tokens.
+        offloaded_layers: layers whose checkpointed inputs wait on the host.
+        factors: of the objective.
     """
 
     train: str
@@ -70,10 +70,7 @@ class Step:
     masks_all: bool = False
     long: bool = False
     offloaded_layers: int = 0
-    graphs: float = 1.0
-    at_once: float = 1.0
-    states: float = 2.0
-    beside: float = 0.0
+    factors: ActivationFactors = ActivationFactors()
 
     @property
     def product_bytes(self) -> int:
@@ -86,8 +83,7 @@ class Memory:
     """Bytes on a device at the peak of a step, by part; of what an engine splits over ranks, the part of one rank.
 
     Args:
-        weights: of the model, and adapters.
-        engine: weights that an engine which splits them has whole at a time, and its buffers.
+        weights: of the model and of adapters, those that an engine has whole at a time, and its buffers.
         gradients: of what is trained.
         optimizer: its states.
         teacher: a frozen copy of the weights; 0 under adapters, where the same weights are the teacher.
@@ -101,7 +97,6 @@ class Memory:
     """
 
     weights: int
-    engine: int
     gradients: int
     optimizer: int
     teacher: int
@@ -116,7 +111,7 @@ class Memory:
     @property
     def fixed(self) -> int:
         """Bytes that do not grow with rows."""
-        return self.weights + self.engine + self.gradients + self.optimizer + self.teacher + self.casts
+        return self.weights + self.gradients + self.optimizer + self.teacher + self.casts
 
     @property
     def at_once(self) -> int:
@@ -133,7 +128,6 @@ class Memory:
         """Part in words -> bytes, which add up to `total`, without those of none."""
         parts = {
             "weights": self.weights,
-            "whole weights and buffers of the engine": self.engine,
             "gradients": self.gradients,
             "optimizer states": self.optimizer,
             "teacher, a copy of the original model": self.teacher,
@@ -149,45 +143,43 @@ class Memory:
 def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -> Memory:
     """Bytes at the peak of a step, by arithmetic alone: `extend` asks for many.
 
-    With P parameters, T trained ones, L layers, H features, I in an MLP, Q and K of queries and keys, V entries of the
-    vocabulary, r ranks of adapters; n tokens of a row and B rows; w bytes of a weight and of a hidden state, t of a
-    trained value, and c of what is multiplied (2 under autocast, else w); and g graphs, p rows at once, s states and b
-    tensors beside, by the objective (1, 1, 2, 0 of next tokens):
+    With P parameters, T trained ones, L layers, H features, I within an MLP, Q and K of queries and keys, V entries of
+    the vocabulary, r ranks of adapters; B rows of n tokens; w bytes of a weight and of a hidden state, t of a trained
+    value, c of what is multiplied (2 under autocast, else w); and `factors` g, p, s, b (1, 1, 2, 0 of next tokens):
 
-        total       = fixed + checkpoints - freed + masks + beside + max(layer, loss)
+        total       = fixed + checkpoints - freed + masks + beside + max(layer, loss): loss and layers take turns
         fixed       = weights + gradients + optimizer + teacher + casts
           weights     w P, and t T of adapters; codes of quantised weights as they are
           gradients   t T
           optimizer   2 t T of AdamW; 2 T in 8 bits, 8 T of bitsandbytes in 32 bits; 0 of paged ones, SGD, Adafactor
-          teacher     w P, without adapters and not on the host
+          teacher     w P, if it is a copy on the device
           casts       c of each weight of layers, head and adapters that has more than c bytes
-        checkpoints = g B n (L kept + w H), with checkpointing g B n (L + 1) w H: inputs of layers and of the last norm
-        freed       = gradients, at most checkpoints; 0 where gradients of several batches are added, or with `long`
-        kept        = the sum, for each token of a layer, of
+        checkpoints = g B n (L kept + w H); with checkpointing g B n (L + 1) w H, inputs of layers and of the last norm
+        kept        = for each token of a layer the sum of
           norms       4 H each in float32, and w H more where its weight is trained; so those of queries and keys
           inputs      of products with trained weights, c H each: of q, k, v, gate and up where autocast copies each,
                       else of two; of adapters (or q, k, v) 3 where autocast copies, else 1; of o's Q besides
           attention   2 c (Q + K): q, k, v and the output
           MLP         3 c I: gate, its activation, up; c I more, down's input, where down is trained
           adapters    4 c r; with those on the MLP 7 c r, c I as where down is trained, and inputs of gate and up
-        layer       = p B n (max(attention, mlp) + blocks), in tiles of m tokens max(p B n attention, m mlp) for max
-          mlp         2 c I + (4 + w) H: gradients within the MLP, that of the residual stream, and a norm in float32;
-                      with checkpointing kept besides, less the first norm's 4 H where w = 4: that is the checkpoint
+        freed       = gradients, at most checkpoints; 0 where gradients of several batches are added, or with `long`
+        masks       = (1 + c) B n^2, in one byte and as numbers that are added to scores, from forward to backward
+        beside      = b B n w H
+        layer       = p B n (max(attention, mlp) + blocks); in tiles mlp of one tile
           attention   c (4 H + 6 Q + 2 K) + 4 Q: residual stream and its gradient, the norm's output, queries, keys,
                       values, the output, and gradients of all, those of keys and values once for each query head, and
                       float32 sums of queries' gradients; in a ring 8 Q + 16 K more, sums of its parts
-          blocks      4 c Q (2 + s / b): of layers with a window s < n, the blocks of b = max(s, 1024) queries, their
-                      outputs, the keys and values that they see, for each query head, and gradients of all
-        masks       = (1 + c) B n^2 in place of blocks, in one byte and as numbers that are added to scores; they stay
-                      from forward to backward
-        beside      = b B n w H
-        loss        = B n H ((1 + s) w + c) + 4 V H for the gradient of a trained head + 1.1 of the logits that exist at
-                      a time: few in TRL's loss, else those of `rope_kernels.linear_ce_kl`, and a tenth as measured
+          mlp         2 c I + (4 + w) H: gradients within the MLP, that of the residual stream, and a norm in float32;
+                      with checkpointing kept too, less 4 H where w = 4: the first norm's input is the checkpoint
+          blocks      4 c Q (2 + S / b), in place of masks where layers have a window S < n: blocks of b = max(S, 1024)
+                      queries, their outputs, the keys and values that they see, for each query head, and gradients
+        loss        = B n H ((1 + s) w + c) + 4 V H, the gradient of a trained head, + 1.1 of the logits that exist at a
+                      time: few in TRL's loss, else those of `rope_kernels.linear_ce_kl`, and a tenth as measured
 
-    With `long`, inputs of offloaded layers leave the checkpoints, and one of them is back for its layer. An engine
-    divides what it splits by the ranks, has two layers and all outside of layers whole at a time (or `Sharding.live`
-    weights), in c bytes and in place of casts, computes layers in c for w, and trains float32 values under autocast.
-    What layers keep is what PyTorch saves for backward, which a test counts; others hold the sum to steps on H200s.
+    The input of an offloaded layer leaves `checkpoints`, and one is back in `layer`. An engine divides what it splits
+    by its ranks, has two layers and all outside of layers whole at a time (or `Sharding.live` weights) in c bytes, in
+    place of casts, computes layers in c for w, and trains float32 values under autocast. What layers keep is what
+    PyTorch saves for backward, which a test counts; other tests hold the sum to steps on H200s.
 
     Args:
         size: of the model.
@@ -205,44 +197,38 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
     adapters = trained if adapted else 0
     weights = int(w * (size.parameters + adapters - trained) + t * trained)
     gradients = sharding.keeps_states * int(t * trained) // sharding.gradients
-    optimizer = sharding.keeps_states * int(_state_bytes(step.optimizer, t) * trained) // sharding.optimizer
-
-    head = size.vocabulary * hidden
-    in_layers = size.in_layers + adapters
+    head, in_layers = size.vocabulary * hidden, size.in_layers + adapters
     live = size.parameters - size.in_layers + 2 * in_layers // size.n_layers
-    live = c * (live if sharding.live is None else min(sharding.live, size.parameters + adapters))
-    casts = c * (size.in_layers + head) * (c < w) + c * adapters * (c < t)
+    whole = c * (live if sharding.live is None else min(sharding.live, size.parameters + adapters))
+    held = size.codes + sharding.buffers + whole * (sharding.weights > 1)
     has_copy = step.teacher and not (adapted or step.teacher_on_host)
+    casts = c * (size.in_layers + head) * (c < w) + c * adapters * (c < t)
 
     n = math.ceil(step.row_length / sharding.row)
-    tokens = step.rows * n
-    state = int(step.graphs * tokens * w * hidden)  # of one layer
-    kept = state if step.checkpointing else int(step.graphs * tokens * saved_of_layer(size, step))
+    tokens, at_once = step.rows * n, step.factors.at_once * step.rows * n
+    state = int(step.factors.graphs * tokens * w * hidden)
+    kept = state if step.checkpointing else int(step.factors.graphs * tokens * saved_of_layer(size, step))
     checkpoints = (size.n_layers - step.offloaded_layers) * kept + state
 
     windowed = 0 < size.sliding_window < n
-    how = step.attention or ("blocks" if n >= MASKS_TO else "masks")
-    of_layer = replace(step, weight_bytes=c) if sharding.weights > 1 else step
-    at_once = step.at_once * tokens
+    way = step.attention or ("blocks" if n >= MASKS_TO else "masks")
     tile = min(at_once, TILE) if step.long and sharding.runs_in_tiles else at_once
-    attention = c * (4 * hidden + 6 * size.queries + 2 * size.keys) + 4 * size.queries
-    attention += sharding.ring * (8 * size.queries + 16 * size.keys)
-    layer = max(at_once * attention, tile * _mlp_in_flight(size, of_layer))
-    if windowed and how == "blocks":
+    mlp = _mlp_in_flight(size, replace(step, weight_bytes=c) if sharding.weights > 1 else step)
+    layer = max(at_once * _attention_in_flight(size, step, sharding), tile * mlp)
+    if windowed and way == "blocks":
         layer += at_once * 4 * c * size.queries * (1 + size.keys_in_block)
     trains_head = step.train == "all" if step.trains_head is None else step.trains_head
     return Memory(
-        weights=sharding.keeps_weights * weights // sharding.weights + size.codes,
-        engine=sharding.buffers + (live if sharding.weights > 1 else 0),
+        weights=sharding.keeps_weights * weights // sharding.weights + held,
         gradients=gradients,
-        optimizer=optimizer,
-        teacher=has_copy * (weights // sharding.teacher + (live if sharding.teacher > 1 else 0)),
-        casts=0 if sharding.weights > 1 else casts,
+        optimizer=sharding.keeps_states * int(_state_bytes(step.optimizer, t) * trained) // sharding.optimizer,
+        teacher=has_copy * (weights // sharding.teacher + whole * (sharding.teacher > 1)),
+        casts=casts * (sharding.weights == 1),
         checkpoints=checkpoints,
         # DeepSpeed's buffers are of gradients
         freed=0 if step.accumulates or step.long or sharding.buffers else min(checkpoints, gradients),
-        masks=(1 + c) * step.rows * n**2 if how == "masks" and (windowed or step.masks_all) else 0,
-        beside=int(step.beside * tokens * w * hidden),
+        masks=(1 + c) * step.rows * n**2 if way == "masks" and (windowed or step.masks_all) else 0,
+        beside=int(step.factors.beside * tokens * w * hidden),
         layer=int(layer) + (state if step.offloaded_layers else 0),
         loss=_loss(size, step, tokens) + 4 * head * trains_head,
     )
@@ -259,33 +245,31 @@ def _state_bytes(optimizer: str, trained_bytes: float) -> float:
 
 def saved_of_layer(size: ModelSize, step: Step) -> int:
     """Bytes a token that a layer keeps for its backward: "kept" of `peak_memory`."""
-    w, c = step.weight_bytes, step.product_bytes
-    copies = c < w or (step.autocast and step.train == "lora")  # adapters take their input in float32
-    everything = step.train == "all"
+    w, c, everything, adapted = step.weight_bytes, step.product_bytes, step.train == "all", step.train == "lora"
+    copies = c < w or (step.autocast and adapted)  # adapters take their input in float32
     mlp = everything or step.adapts_mlp
     norms = size.norms * (4 + w * everything) * size.hidden + (4 + c * everything) * size.normed
-    if mlp:
-        inputs = (5 if copies else 2) * c * size.hidden
-    else:
-        inputs = (3 if copies else 1) * c * size.hidden
-    adapters = 0
-    if step.train == "lora":
-        adapters = (4 + 3 * mlp) * c * step.lora_rank + (c * size.queries if copies else 0)
-    attention = 2 * c * (size.queries + size.keys)
-    return norms + inputs + adapters + attention + (3 + mlp) * c * size.intermediate
+    inputs = c * size.hidden * ((5 if copies else 2) if mlp else (3 if copies else 1))
+    adapters = adapted * c * ((4 + 3 * mlp) * step.lora_rank + copies * size.queries)
+    return norms + inputs + adapters + 2 * c * (size.queries + size.keys) + (3 + mlp) * c * size.intermediate
+
+
+def _attention_in_flight(size: ModelSize, step: Step, sharding: Sharding) -> int:
+    """Bytes a token while a layer runs backward through its attention: "attention" of `peak_memory`."""
+    ring = sharding.ring * (8 * size.queries + 16 * size.keys)
+    return step.product_bytes * (4 * size.hidden + 6 * size.queries + 2 * size.keys) + 4 * size.queries + ring
 
 
 def _mlp_in_flight(size: ModelSize, step: Step) -> int:
     """Bytes a token while a layer runs backward through its MLP: "mlp" of `peak_memory`."""
-    in_flight = 2 * step.product_bytes * size.intermediate + (4 + step.weight_bytes) * size.hidden
-    if step.checkpointing:
-        in_flight += saved_of_layer(size, step) - 4 * size.hidden * (step.weight_bytes == 4)
-    return in_flight
+    w = step.weight_bytes
+    kept = step.checkpointing * (saved_of_layer(size, step) - 4 * size.hidden * (w == 4))
+    return 2 * step.product_bytes * size.intermediate + (4 + w) * size.hidden + kept
 
 
 def _loss(size: ModelSize, step: Step, tokens: int) -> int:
     """Bytes of hidden states and logits while the loss is formed."""
-    hidden = tokens * int(size.hidden * ((1 + step.states) * step.weight_bytes + step.product_bytes))
+    hidden = tokens * int(size.hidden * ((1 + step.factors.states) * step.weight_bytes + step.product_bytes))
     logits = 0
     if step.teacher or step.own_loss:
         logits = min(CHUNK[step.device], (1 + step.teacher) * tokens * size.vocabulary * 4)
