@@ -165,7 +165,7 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
         freed       = gradients, at most checkpoints; 0 where gradients of several batches are added, or with `long`
         masks       = (1 + c) B n^2, in one byte and as numbers that are added to scores, from forward to backward
         beside      = b B n w H
-        layer       = p B n (max(attention, mlp) + blocks); in tiles mlp of one tile
+        layer       = p B n max(attention, mlp + blocks); in tiles the second of one tile
           attention   c (4 H + 6 Q + 2 K) + 4 Q: residual stream and its gradient, the norm's output, queries, keys,
                       values, the output, and gradients of all, those of keys and values once for each query head, and
                       float32 sums of queries' gradients; in a ring 8 Q + 16 K more, sums of its parts
@@ -214,9 +214,8 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
     way = step.attention or ("blocks" if n >= MASKS_TO else "masks")
     tile = min(at_once, TILE) if step.long and sharding.runs_in_tiles else at_once
     mlp = _mlp_in_flight(size, replace(step, weight_bytes=c) if sharding.weights > 1 else step)
-    layer = max(at_once * _attention_in_flight(size, step, sharding), tile * mlp)
-    if windowed and way == "blocks":
-        layer += at_once * 4 * c * size.queries * (1 + size.keys_in_block)
+    blocks = 4 * c * size.queries * (1 + size.keys_in_block) if windowed and way == "blocks" else 0
+    layer = max(at_once * _attention_in_flight(size, step, sharding), tile * (mlp + blocks))
     trains_head = step.train == "all" if step.trains_head is None else step.trains_head
     return Memory(
         weights=sharding.keeps_weights * weights // sharding.weights + held,

@@ -7,7 +7,8 @@ from support.shapes import size
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.rope.rotary import find_decoder
-from trl_ext.memory.step import ModelSize, Step, peak_memory, saved_of_layer
+from trl_ext.memory.size import ModelSize
+from trl_ext.memory.step import Step, peak_memory, saved_of_layer
 
 N_TOKENS, RANK = 250, 8  # a number of tokens that is no weight's, which tells saved activations from casts
 
@@ -63,6 +64,12 @@ def saved_bytes(model, n_layers, autocast):
         decoder(input_ids=torch.arange(N_TOKENS)[None] % 64, use_cache=False)
     decoder.layers, decoder.config.num_hidden_layers = layers, len(layers)
     return sum(n_bytes for n_bytes, _ in saved.values())
+
+
+def test_masks_stay_while_the_loss_is_formed():
+    """An H200 took 12.3 GiB for this step with masks (research/results/speed.md); its loss is larger than a layer."""
+    memory = peak_memory(size("gemma3-270m"), Step("all", 0, 32768, True, True, True, attention="masks"))
+    assert memory.loss > memory.layer and memory.total / 2**30 == pytest.approx(12.3, rel=0.01)
 
 
 def test_each_way_to_save_memory_saves_it():
