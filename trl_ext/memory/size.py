@@ -104,13 +104,13 @@ class ModelSize:
 
 
 def attention_linears(decoder: nn.Module) -> list[tuple[str, Any]]:
-    """(name within its layer's attention, module) of every linear module of attention."""
+    """(name within its layer's attention, module) of every linear module of attention, with or without adapters."""
     return [
         (name, module)
         for parent in decoder.modules()
         if getattr(parent, "layer_idx", None) is not None and "Attention" in type(parent).__name__
         for name, module in parent.named_children()
-        if isinstance(module, nn.Linear)
+        if isinstance(getattr(module, "base_layer", module), nn.Linear)
     ]
 
 

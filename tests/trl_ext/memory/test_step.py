@@ -87,8 +87,3 @@ def test_a_teacher_costs_a_copy_of_the_weights_unless_adapters_are_trained():
         return peak_memory(size("smollm2-135m"), Step(train, 8, 1024, True, True, True)).teacher
 
     assert teacher("all") == teacher("qkv") == 4 * 134_515_008 and teacher("lora") == 0
-
-
-def test_parameters_are_counted_as_they_are_tied():
-    assert size("smollm2-135m").parameters == 134_515_008
-    assert size("llama-3-8b").parameters == 8_030_261_248
