@@ -80,21 +80,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a device at the peak of a step, by part; of what an engine splits over ranks, the part of one rank.
-
-    Args:
-        weights: of the model and of adapters, those that an engine has whole at a time, and its buffers.
-        gradients: of what is trained.
-        optimizer: its states.
-        teacher: a frozen copy of the weights; 0 under adapters, where the same weights are the teacher.
-        casts: 16-bit copies of float32 weights that autocast keeps through a forward.
-        checkpoints: what layers keep for their backward: all activations, or the input of each checkpointed layer.
-        freed: the part of `checkpoints` whose place gradients take.
-        masks: of n x n.
-        beside: tensors that the objective keeps while layers run.
-        layer: one layer in backward.
-        loss: hidden states that are compared, logits that exist at a time, gradient of the head.
-    """
+    """Bytes on a device at the peak of a step, by part, of one rank: `peak_memory` has the formula of each."""
 
     weights: int
     gradients: int
@@ -149,11 +135,11 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
 
         total       = fixed + checkpoints - freed + masks + beside + max(layer, loss): loss and layers take turns
         fixed       = weights + gradients + optimizer + teacher + casts
-          weights     w P, and t T of adapters; codes of quantised weights as they are
+          weights     w P, and t T of adapters; quantised ones as they are
           gradients   t T
           optimizer   2 t T of AdamW; 2 T in 8 bits, 8 T of bitsandbytes in 32 bits; 0 of paged ones, SGD, Adafactor
           teacher     w P, if it is a copy on the device
-          casts       c of each weight of layers, head and adapters that has more than c bytes
+          casts       c of each weight of layers, head and adapters that has more: copies that autocast keeps
         checkpoints = g B n (L kept + w H); with checkpointing g B n (L + 1) w H, inputs of layers and of the last norm
         kept        = for each token of a layer the sum of
           norms       4 H each in float32, and w H more where its weight is trained; so those of queries and keys
@@ -164,7 +150,7 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
           adapters    4 c r; with those on the MLP 7 c r, c I as where down is trained, and inputs of gate and up
         freed       = gradients, at most checkpoints; 0 where gradients of several batches are added, or with `long`
         masks       = (1 + c) B n^2, in one byte and as numbers that are added to scores, from forward to backward
-        beside      = b B n w H
+        beside      = b B n w H, tensors that the objective keeps while layers run
         layer       = p B n max(attention, mlp + blocks); in tiles the second of one tile
           attention   c (4 H + 6 Q + 2 K) + 4 Q: residual stream and its gradient, the norm's output, queries, keys,
                       values, the output, and gradients of all, those of keys and values once for each query head, and
@@ -177,9 +163,9 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
                       time: few in TRL's loss, else those of `rope_kernels.linear_ce_kl`, and a tenth as measured
 
     The input of an offloaded layer leaves `checkpoints`, and one is back in `layer`. An engine divides what it splits
-    by its ranks, has two layers and all outside of layers whole at a time (or `Sharding.live` weights) in c bytes, in
-    place of casts, computes layers in c for w, and trains float32 values under autocast. What layers keep is what
-    PyTorch saves for backward, which a test counts; other tests hold the sum to steps on H200s.
+    by its ranks. In place of casts it has two layers and all outside of layers whole at a time (or `Sharding.live`
+    weights), in c bytes, and buffers; it computes layers in c for w, and trains float32 values under autocast. What
+    layers keep is what PyTorch saves for backward, which a test counts; others hold the sum to steps on H200s.
 
     Args:
         size: of the model.
@@ -215,7 +201,9 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
     tile = min(at_once, TILE) if step.long and sharding.runs_in_tiles else at_once
     mlp = _mlp_in_flight(size, replace(step, weight_bytes=c) if sharding.weights > 1 else step)
     blocks = 4 * c * size.queries * (1 + size.keys_in_block) if windowed and way == "blocks" else 0
-    layer = max(at_once * _attention_in_flight(size, step, sharding), tile * (mlp + blocks))
+    attention = c * (4 * hidden + 6 * size.queries + 2 * size.keys) + 4 * size.queries
+    attention += sharding.ring * (8 * size.queries + 16 * size.keys)
+    layer = max(at_once * attention, tile * (mlp + blocks))
     trains_head = step.train == "all" if step.trains_head is None else step.trains_head
     return Memory(
         weights=sharding.keeps_weights * weights // sharding.weights + held,
@@ -251,12 +239,6 @@ def saved_of_layer(size: ModelSize, step: Step) -> int:
     inputs = c * size.hidden * ((5 if copies else 2) if mlp else (3 if copies else 1))
     adapters = adapted * c * ((4 + 3 * mlp) * step.lora_rank + copies * size.queries)
     return norms + inputs + adapters + 2 * c * (size.queries + size.keys) + (3 + mlp) * c * size.intermediate
-
-
-def _attention_in_flight(size: ModelSize, step: Step, sharding: Sharding) -> int:
-    """Bytes a token while a layer runs backward through its attention: "attention" of `peak_memory`."""
-    ring = sharding.ring * (8 * size.queries + 16 * size.keys)
-    return step.product_bytes * (4 * size.hidden + 6 * size.queries + 2 * size.keys) + 4 * size.queries + ring
 
 
 def _mlp_in_flight(size: ModelSize, step: Step) -> int:
