@@ -7,6 +7,7 @@ from support.shapes import size
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.rope.rotary import find_decoder
+from trl_ext.engines.sharding import Sharding
 from trl_ext.memory.size import ModelSize
 from trl_ext.memory.step import Step, peak_memory, saved_of_layer
 
@@ -77,3 +78,15 @@ def test_a_teacher_costs_a_copy_of_the_weights_unless_adapters_are_trained():
         return peak_memory(size("smollm2-135m"), Step(train, 8, 1024, True, True, True)).teacher
 
     assert teacher("all") == teacher("qkv") == 4 * 134_515_008 and teacher("lora") == 0
+
+
+def test_an_engine_splits_the_copy_that_teaches_and_has_two_layers_of_it_whole():
+    memory = peak_memory(size("llama-3-8b"), Step("all", 0, 1024, True, True, True), Sharding.of_config("fsdp2", 4))
+    in_layers, outside = 6_979_588_096, 2 * 128256 * 4096
+    assert memory.teacher == in_layers + outside + 2 * (outside + 2 * in_layers // 32)
+
+
+def test_autocast_copies_adapters_and_no_weights_of_16_bits():
+    step = Step("lora", 64, 1024, True, True, True, weight_bytes=2)
+    a_layer = 2 * (4096 + 4096) + 2 * (4096 + 1024)  # of q and o, and of k and v
+    assert peak_memory(size("llama-3-8b"), step).casts == 2 * 64 * 32 * a_layer
