@@ -27,7 +27,8 @@ from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.machine import GIB, Machine
 from trl_ext.extension.options import ExtendOptions
 from trl_ext.extension.training import recipe
-from trl_ext.memory.step import ModelSize, peak_memory
+from trl_ext.memory.size import ModelSize
+from trl_ext.memory.step import peak_memory
 from trl_ext.recipes.adapter_config import adapter_config
 from trl_ext.recipes.stages import read_stages
 

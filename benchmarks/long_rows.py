@@ -193,7 +193,7 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     if torch.cuda.is_available():
         line |= memory(trainer.model, config, plan, length)
     if plan is not None:
-        on, off = plan.needed_when_on, plan.needed
+        on, off = plan.memory_when_on.total, plan.memory.total
         line |= {"planned_gib": (on if case.is_on else off) / GIB, "offloaded_layers": plan.offloaded_layers * plan.on}
     return line
 

@@ -179,7 +179,7 @@ def planned(plan: Any) -> dict[str, Any]:
         return {"long_rows": False}
     return {
         "long_rows": plan.on,
-        "planned_gib": (plan.needed_when_on if plan.on else plan.needed) / GIB,
+        "planned_gib": (plan.memory_when_on.total if plan.on else plan.memory.total) / GIB,
         "offloaded_layers": plan.offloaded_layers * plan.on,
     }
 

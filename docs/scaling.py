@@ -224,8 +224,8 @@ def memory_on(shape: str, row: int, objective: str, n_gpus: int, *, all_weights:
     )
     sharding = Sharding.of_config("fsdp2-cp" if shared else "fsdp2", n_gpus)
     plan = plan_memory(model, training, row, torch.device("cpu"), "on", sharding)
-    device = plan.fixed + plan.at_once_when_on
-    sizes = (device + plan.checkpoints, device, plan.checkpoints)
+    device = plan.memory.fixed + plan.memory_when_on.at_once
+    sizes = (device + plan.memory.checkpoints, device, plan.memory.checkpoints)
     return " / ".join(f"{size / GIB:.0f}" for size in sizes)
 
 

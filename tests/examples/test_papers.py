@@ -208,8 +208,8 @@ def planned(stage, n_gpus):
     sharding = Sharding.of_config("fsdp2" if n_gpus > 1 else "ddp", n_gpus)
     plan = plan_memory(model, training, training.max_length, torch.device("cpu"), "on", sharding)
     if n_gpus > 1:
-        return (plan.fixed + plan.at_once_when_on) / GIB
-    return (plan.needed_when_on if training.gradient_checkpointing else plan.needed) / GIB
+        return (plan.memory.fixed + plan.memory_when_on.at_once) / GIB
+    return (plan.memory_when_on.total if training.gradient_checkpointing else plan.memory.total) / GIB
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)

@@ -4,7 +4,7 @@ import torch
 from extension_memory import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_ext.memory.step import ModelSize
+from trl_ext.memory.size import ModelSize
 
 
 def size(shape):

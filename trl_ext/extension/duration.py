@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..memory.step import MASKS_TO, ModelSize, Step
+from ..memory.size import ModelSize
+from ..memory.step import MASKS_TO, Step
 
 _SHARE = 0.62  # part of the speed of a large product that the operations of a step reach
 _MASKED_SHARE = 0.4  # the same of attention with a mask, relative to other operations

@@ -16,7 +16,7 @@ from rope_patch.checkpoints.checked_loading import load_checkpoint
 from rope_patch.layout.special_tokens import SpecialTokens
 from rope_patch.rope.rotary import find_decoder
 
-from ..memory.step import ModelSize, attention_linears
+from ..memory.size import ModelSize, attention_linears
 from ..runs.checkpoint import require_folder_or_id, require_tokenizer
 from ..runs.model_files import commit_of
 

@@ -1,7 +1,7 @@
 """The plan of an extension: what it will do, and the memory and time that it needs."""
 
 import textwrap
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rope_patch.eval.measures.prompt_grid import DEPTHS
 
@@ -24,15 +24,6 @@ _WIDTH = 110  # characters of a line
 _PATIENCE = 60  # minutes
 _FEW_STEPS = 10
 _ANSWERS = {"cuda": 8.0, "cpu": 0.0}  # seconds a length, to capture graphs and generate answers (SmolLM2, one H200)
-_PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "teacher": "teacher, a copy of the original model",
-    "casts": "weights in 16 bits",
-    "activations": "activations",
-    "loss": "loss, with logits of some tokens at a time",
-}
 
 
 @dataclass(frozen=True)
@@ -138,11 +129,7 @@ class ExtensionPlan:
             f"  {self.options.folder / RECIPE} will be its recipe for `rope-patch train`.",
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             f"Memory at the peak of a step, in GiB, on {device}:",
-            *(
-                f"  {getattr(self.memory, part.name) / GIB:8.2f}  {_PARTS[part.name]}"
-                for part in fields(self.memory)
-                if getattr(self.memory, part.name)
-            ),
+            *(f"  {size / GIB:8.2f}  {part}" for part, size in self.memory.parts.items()),
             f"  {self.memory.total / GIB:8.2f}  together",
             *self._engine_lines(),
             f"Minutes{by}:",

@@ -1,4 +1,4 @@
 """What a training step takes of memory, and how long rows are made to fit.
 
-`plan` is the estimate; the other modules are what it plans.
+`step` estimates memory from the sizes of a model, `plan` decides by it, and the other modules are what it plans.
 """

@@ -111,23 +111,22 @@ def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.dev
     bitsandbytes cannot read.
     """
     is_default = args.optim in ("adamw_torch", "adamw_torch_fused")
-    if not plan.on or not is_default or plan.needed_when_on <= plan.capacity or device.type != "cuda":
+    if not plan.on or not is_default or plan.memory_when_on.total <= plan.capacity or device.type != "cuda":
         return False
     if plan.sharding.optimizer > 1:
         logger.warning(
-            f"long_rows: the step needs {plan.needed_when_on / GIB:.1f} GiB on each GPU, and there are "
+            f"long_rows: the step needs {plan.memory_when_on.total / GIB:.1f} GiB on each GPU, and there are "
             f"{plan.capacity / GIB:.1f}. Take more GPUs, or a file of accelerate's with fsdp_offload_params: true "
             "(FSDP2) or offload_optimizer_device: cpu (ZeRO)."
         )
         return False
+    states = f"{plan.memory.optimizer / GIB:.1f} GiB"
     if find_spec("bitsandbytes") is None:
         logger.warning(
-            f"long_rows: states of the optimizer take {plan.optimizer / GIB:.1f} GiB that do not fit: pip install "
-            f"bitsandbytes, whose {_PAGED} can move them to the host."
+            f"long_rows: states of the optimizer take {states} that do not fit: pip install bitsandbytes, whose "
+            f"{_PAGED} can move them to the host."
         )
         return False
     args.optim = _PAGED
-    logger.warning(
-        f"long_rows: the optimizer is {_PAGED}, whose states of {plan.optimizer / GIB:.1f} GiB can move to the host."
-    )
+    logger.warning(f"long_rows: the optimizer is {_PAGED}, whose states of {states} can move to the host.")
     return True

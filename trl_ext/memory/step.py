@@ -1,14 +1,13 @@
 """Estimate the peak memory of a training step."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
-import torch
-from torch import nn
-from transformers import PreTrainedModel
-
-from rope_patch.attention.windowed import BLOCK
-from rope_patch.rope.rotary import find_decoder
+from ..engines.sharding import Sharding
+from ..objectives.base import ActivationFactors
+from .size import ModelSize
+from .tiled import TILE
 
 MASKS_TO = 16384
 """Tokens of a row from which on attention makes no mask of n x n, also where all fits; one takes 768 MiB there.
@@ -16,92 +15,6 @@ MASKS_TO = 16384
 Below, a mask mostly takes no longer than a call for each document or block: `benchmarks/row_masks.py`.
 """
 CHUNK = {"cuda": 5 * 2**28, "cpu": 2**26}  # bytes of logits that exist at a time, see rope_kernels.linear_ce_kl
-_HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
-_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv")
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Sizes of a model, for estimates of memory and time.
-
-    Args:
-        parameters: all, tied ones once.
-        in_layers: of the decoder's layers.
-        qkv: of the projections to queries, keys and values.
-        lora_per_rank: parameters that each rank of adapters on the attention projections adds.
-        n_layers: layers.
-        n_full: layers that attend to a whole text.
-        sliding_window: tokens that the other layers attend to; 0 where there are none.
-        hidden: features of a token.
-        norms: norms of these features in a layer.
-        normed: features of queries and keys together that have norms of their own, 0 in most families.
-        intermediate: features within an MLP.
-        queries: Q, features of all query heads together.
-        keys: K, features of all key heads together.
-        vocabulary: entries of the output head.
-    """
-
-    parameters: int
-    in_layers: int
-    qkv: int
-    lora_per_rank: int
-    n_layers: int
-    n_full: int
-    sliding_window: int
-    hidden: int
-    norms: int
-    normed: int
-    intermediate: int
-    queries: int
-    keys: int
-    vocabulary: int
-
-    @property
-    def block(self) -> int:
-        """Queries that look through a window at once where no mask of n x n is made, see `rope_patch.attention`."""
-        return max(self.sliding_window, BLOCK)
-
-    @property
-    def keys_in_block(self) -> float:
-        """Keys that a block of queries meets, as multiples of these."""
-        return 1 + self.sliding_window / self.block
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "ModelSize":
-        """The sizes of a model, with or without weights."""
-        decoder = find_decoder(model)
-        config: Any = decoder.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        n_full = sum(kind != "sliding_attention" for kind in types)
-        ends_of: Any = model
-        # both [vocabulary, hidden]
-        embedding, head = ends_of.get_input_embeddings().weight, ends_of.get_output_embeddings().weight
-        tied = head is embedding or bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-        ends = embedding.numel() + (0 if tied else head.numel())
-        linears = list(attention_linears(decoder))
-        in_layers = sum(p.numel() for p in decoder.parameters()) - embedding.numel()
-        queries = config.num_attention_heads * head_dim
-        keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
-        norms = _norms(decoder)
-        hidden_norms = sum(size == config.hidden_size for name, size in norms if name not in _HEAD_NORMS)
-        has_head_norms = any(name in _HEAD_NORMS for name, _ in norms)
-        return cls(
-            parameters=in_layers + ends,
-            in_layers=in_layers,
-            qkv=sum(sum(p.numel() for p in linear.parameters()) for name, linear in linears if name in _QKV),
-            lora_per_rank=sum(linear.in_features + linear.out_features for _, linear in linears),
-            n_layers=config.num_hidden_layers,
-            n_full=n_full,
-            sliding_window=(getattr(config, "sliding_window", None) or 0) if n_full < len(types) else 0,
-            hidden=config.hidden_size,
-            norms=hidden_norms // config.num_hidden_layers,  # the last one stands behind the layers
-            normed=queries + keys if has_head_norms else 0,
-            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            queries=queries,
-            keys=keys,
-            vocabulary=_shape(head)[0],
-        )
 
 
 @dataclass(frozen=True)
@@ -111,15 +24,29 @@ class Step:
     Args:
         train: "all", "qkv" or "lora".
         lora_rank: of adapters.
-        row_length: n, tokens of the longest row; one is read at a time, or shorter ones with as many tokens.
+        row_length: tokens of the longest row, before ranks share it; shorter ones come with as many tokens.
         autocast: whether products are in 16 bits.
         checkpointing: whether a layer's activations are computed again in backward.
         teacher: whether the pretrained model runs too.
-        accumulates: whether gradients of several rows are added before a step.
-        weight_bytes: of a value of the weights. `extend` trains 4; only weights under adapters are in 16 bits.
+        rows: that are read at once.
+        accumulates: whether gradients of several batches are added before a step.
+        weight_bytes: of a value of the weights and of hidden states. `extend` trains 4; only weights under adapters
+            are in 16 bits.
+        trained: parameters that are trained; None counts them by `train`, of adapters those on attention alone.
+        trained_bytes: of one of them, on average; None is 4 of adapters, else `weight_bytes`.
+        optimizer: name of it, a value of `optim`.
         device: "cuda" or "cpu".
         own_loss: whether the loss is not TRL's next-token loss, which has few logits at a time.
         adapts_mlp: whether there are adapters on MLPs too.
+        trains_head: whether the output head is trained; None where all weights are.
+        teacher_on_host: whether the copy that teaches waits on the host.
+        attention: "blocks" makes no masks and looks through sliding windows by blocks of queries, "masks" makes masks
+            of n x n, "kernel" needs neither. None is "blocks" from `MASKS_TO` tokens on, and "masks" below.
+        masks_all: whether all rows have such a mask, as padded rows and those of several documents do, and not those
+            of layers with sliding windows alone.
+        long: whether layers run in tiles of tokens.
+        offloaded_layers: layers whose checkpointed inputs wait on the host.
+        factors: of the objective.
     """
 
     train: str
@@ -128,11 +55,22 @@ class Step:
     autocast: bool
     checkpointing: bool
     teacher: bool
+    rows: int = 1
     accumulates: bool = True
     weight_bytes: int = 4
+    trained: int | None = None
+    trained_bytes: float | None = None
+    optimizer: str = "adamw_torch"
     device: str = "cuda"
     own_loss: bool = False
     adapts_mlp: bool = False
+    trains_head: bool | None = None
+    teacher_on_host: bool = False
+    attention: Literal["blocks", "masks", "kernel"] | None = None
+    masks_all: bool = False
+    long: bool = False
+    offloaded_layers: int = 0
+    factors: ActivationFactors = ActivationFactors()
 
     @property
     def product_bytes(self) -> int:
@@ -142,153 +80,178 @@ class Step:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a step, by part.
-
-    Args:
-        weights: the model's, and adapters.
-        gradients: of what is trained.
-        optimizer: AdamW's two averages.
-        teacher: a frozen copy of the weights; 0 under adapters, where the same weights are the teacher.
-        casts: 16-bit copies of float32 weights that autocast keeps through a forward.
-        activations: what backward needs of all layers, and of the one that it is in.
-        loss: chunks of logits, the gradient of the head, hidden states of student and teacher.
-    """
+    """Bytes on a device at the peak of a step, by part, of one rank: `peak_memory` has the formula of each."""
 
     weights: int
     gradients: int
     optimizer: int
     teacher: int
     casts: int
-    activations: int
+    checkpoints: int
+    freed: int
+    masks: int
+    beside: int
+    layer: int
     loss: int
 
     @property
+    def fixed(self) -> int:
+        """Bytes that do not grow with rows."""
+        return self.weights + self.gradients + self.optimizer + self.teacher + self.casts
+
+    @property
+    def at_once(self) -> int:
+        """Bytes besides `fixed` and what layers keep."""
+        return self.masks + self.beside + max(self.layer, self.loss)
+
+    @property
     def total(self) -> int:
-        """Bytes of all parts."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        """Bytes at the peak: loss and layers follow one another."""
+        return self.fixed + self.checkpoints - self.freed + self.at_once
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Part in words -> bytes, which add up to `total`, without those of none."""
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer states": self.optimizer,
+            "teacher, a copy of the original model": self.teacher,
+            "weights in 16 bits": self.casts,
+            "kept by layers": self.checkpoints - self.freed,
+            "masks": self.masks,
+            "kept by the objective": self.beside,
+            "one layer, or the loss": max(self.layer, self.loss),
+        }
+        return {name: size for name, size in parts.items() if size}
 
 
-def peak_memory(size: ModelSize, step: Step) -> Memory:
-    """Bytes at the peak of a step of one row at a time, or of shorter ones with as many tokens.
+def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -> Memory:
+    """Bytes at the peak of a step, by arithmetic alone: `extend` asks for many.
 
-    With P parameters, T trained ones, n tokens, L layers, H features, I in an MLP, Q and K of queries and keys, V
-    entries of the vocabulary, r ranks; w bytes of a weight and of a hidden state, t of a trained value (4 of adapters,
-    else w), and c of what is multiplied (2 under autocast, else w):
+    With P parameters, T trained ones, L layers, H features, I within an MLP, Q and K of queries and keys, V entries of
+    the vocabulary, r ranks of adapters; B rows of n tokens; w bytes of a weight and of a hidden state, t of a trained
+    value, c of what is multiplied (2 under autocast, else w); and `factors` g, p, s, b (1, 1, 2, 0 of next tokens):
 
-        weights = w P, and t T of adapters; gradients = t T; optimizer = 2 t T; teacher = w P without adapters
-        casts = c times the weights of layers and head, where c < w
-        of a layer = n times the sum of
-            norms        4 H each in float32, and w H more where its weight is trained; so those of queries and keys
-            inputs       of products with trained weights, c H each: of q, k, v, gate and up where autocast copies
-                         each, else of two; of adapters (or q, k, v) 3 where autocast copies, else 1; of o's Q besides
-            attention    2 c (Q + K): q, k, v and the output
-            MLP          3 c I: gate, its activation, up; c I more, down's input, where down is trained
-            adapters     4 c r; with those on the MLP 7 c r, c I as where down is trained, and inputs of gate and up
-        kept = L times that; with checkpointing L w n H, the inputs of layers
-        in flight = n (2 c I + (4 + w) H), gradients within the MLP, that of the residual stream, and a norm in float32;
-            with checkpointing a layer's activations besides; with a sliding window s below n the blocks of b = max(s,
-            1024) queries, their outputs, the keys and values that they see, for each query head, and gradients of all,
-            4 c n Q (2 + s / b); where n < 16384 a mask of n x n in their place, in one byte and as numbers that are
-            added to scores, (1 + c) n^2
-        loss = n H (3 w + c) + 4 V H for the head's gradient + 1.1 of the logits that exist at a time
+        total       = fixed + checkpoints - freed + masks + beside + max(layer, loss): loss and layers take turns
+        fixed       = weights + gradients + optimizer + teacher + casts
+          weights     w P, and t T of adapters; quantised ones as they are
+          gradients   t T
+          optimizer   2 t T of AdamW; 2 T in 8 bits, 8 T of bitsandbytes in 32 bits; 0 of paged ones, SGD, Adafactor
+          teacher     w P, if it is a copy on the device
+          casts       c of each weight of layers, head and adapters that has more: copies that autocast keeps
+        checkpoints = g B n (L kept + w H); with checkpointing g B n (L + 1) w H, inputs of layers and of the last norm
+        kept        = for each token of a layer the sum of
+          norms       4 H each in float32, and w H more where its weight is trained; so those of queries and keys
+          inputs      of products with trained weights, c H each: of q, k, v, gate and up where autocast copies each,
+                      else of two; of adapters (or q, k, v) 3 where autocast copies, else 1; of o's Q besides
+          attention   2 c (Q + K): q, k, v and the output
+          MLP         3 c I: gate, its activation, up; c I more, down's input, where down is trained
+          adapters    4 c r; with those on the MLP 7 c r, c I as where down is trained, and inputs of gate and up
+        freed       = gradients, at most checkpoints; 0 where gradients of several batches are added, or with `long`
+        masks       = (1 + c) B n^2, in one byte and as numbers that are added to scores, from forward to backward
+        beside      = b B n w H, tensors that the objective keeps while layers run
+        layer       = p B n max(attention, mlp + blocks); in tiles the second of one tile
+          attention   c (4 H + 6 Q + 2 K) + 4 Q: residual stream and its gradient, the norm's output, queries, keys,
+                      values, the output, and gradients of all, those of keys and values once for each query head, and
+                      float32 sums of queries' gradients; in a ring 8 Q + 16 K more, sums of its parts
+          mlp         2 c I + (4 + w) H: gradients within the MLP, that of the residual stream, and a norm in float32;
+                      with checkpointing kept too, less 4 H where w = 4: the first norm's input is the checkpoint
+          blocks      4 c Q (2 + S / b), in place of masks where layers have a window S < n: blocks of b = max(S, 1024)
+                      queries, their outputs, the keys and values that they see, for each query head, and gradients
+        loss        = B n H ((1 + s) w + c) + 4 V H, the gradient of a trained head, + 1.1 of the logits that exist at a
+                      time: few in TRL's loss, else those of `rope_kernels.linear_ce_kl`, and a tenth as measured
 
-    What layers keep is what PyTorch saves for backward, which a test counts. Loss and layers are not in flight at the
-    same time, so the larger of the two counts, but masks stay from forward to backward. Without accumulation gradients
-    come as kept activations go, so the larger of those two counts. TRL's next-token loss has few logits at a time;
-    "native-distill" those of `rope_kernels.linear_ce_kl`, and a tenth more as measured with a teacher.
-    """
-    lora = step.train == "lora"
-    trained = {"all": size.parameters, "qkv": size.qkv, "lora": step.lora_rank * size.lora_per_rank}[step.train]
-    w = step.weight_bytes
-    t = 4 if lora else w
-    c = step.product_bytes
-    n, hidden = step.row_length, size.hidden
-    head = size.vocabulary * hidden
-    windowed = 0 < size.sliding_window < n
-    masks = (1 + c) * n * n if windowed and n < MASKS_TO else 0
-    kept = masks + size.n_layers * n * (w * hidden if step.checkpointing else saved_of_layer(size, step))
-    in_flight = n * in_flight_of_layer(size, step, blocks=windowed and not masks)
-    loss = bytes_of_loss(size, step, n, head if step.train == "all" else 0)
-    gradients = t * trained
-    return Memory(
-        weights=w * size.parameters + (t * trained if lora else 0),
-        gradients=gradients,
-        optimizer=2 * t * trained,
-        teacher=0 if lora or not step.teacher else w * size.parameters,
-        casts=c * (size.in_layers + head) if c < w else 0,
-        activations=(kept if step.accumulates else max(kept - gradients, 0)) + max(in_flight - loss, 0),
-        loss=loss,
-    )
-
-
-def saved_of_layer(size: ModelSize, step: Step) -> int:
-    """Bytes a token that a layer keeps for its backward, as `peak_memory` sums them."""
-    w, c = step.weight_bytes, step.product_bytes
-    copies = c < w or (step.autocast and step.train == "lora")  # adapters take their input in float32
-    everything = step.train == "all"
-    mlp = everything or step.adapts_mlp
-    norms = size.norms * (4 + w * everything) * size.hidden + (4 + c * everything) * size.normed
-    if mlp:
-        inputs = (5 if copies else 2) * c * size.hidden
-    else:
-        inputs = (3 if copies else 1) * c * size.hidden
-    adapters = 0
-    if step.train == "lora":
-        adapters = (4 + 3 * mlp) * c * step.lora_rank + (c * size.queries if copies else 0)
-    attention = 2 * c * (size.queries + size.keys)
-    return norms + inputs + adapters + attention + (3 + mlp) * c * size.intermediate
-
-
-def in_flight_of_layer(size: ModelSize, step: Step, *, blocks: bool) -> int:
-    """Bytes a token that the backward of a layer holds besides what layers keep, as `peak_memory` sums them.
-
-    With `blocks`, layers with a sliding window go by blocks of queries in place of masks.
-    """
-    c = step.product_bytes
-    in_flight = 2 * c * size.intermediate + (4 + step.weight_bytes) * size.hidden
-    in_flight += saved_of_layer(size, step) if step.checkpointing else 0
-    return in_flight + (int(4 * c * size.queries * (1 + size.keys_in_block)) if blocks else 0)
-
-
-def bytes_of_loss(size: ModelSize, step: Step, tokens: int, trained_head: int, states: float = 2.0) -> int:
-    """Bytes that exist while the loss is formed, as `peak_memory` sums them.
+    The input of an offloaded layer leaves `checkpoints`, and one is back in `layer`. An engine divides what it splits
+    by its ranks. In place of casts it has two layers and all outside of layers whole at a time (or `Sharding.live`
+    weights), in c bytes, and buffers; it computes layers in c for w, and trains float32 values under autocast. What
+    layers keep is what PyTorch saves for backward, which a test counts; others hold the sum to steps on H200s.
 
     Args:
         size: of the model.
         step: what is done.
-        tokens: that are read at once.
-        trained_head: parameters of the head that have a gradient.
-        states: tensors [tokens, hidden] that the loss compares, and their gradients.
+        sharding: what an engine splits over ranks; None for nothing.
     """
-    hidden = tokens * int(size.hidden * ((1 + states) * step.weight_bytes + step.product_bytes))
+    sharding = sharding or Sharding()
+    w, c, hidden, adapted = step.weight_bytes, step.product_bytes, size.hidden, step.train == "lora"
+    trained = step.trained
+    if trained is None:
+        trained = {"all": size.parameters, "qkv": size.qkv, "lora": step.lora_rank * size.lora_per_rank}[step.train]
+    t = step.trained_bytes or (4 if adapted else w)
+    if step.autocast and sharding.optimizer > 1:
+        t = max(t, 4)
+    adapters = trained if adapted else 0
+    weights = int(w * (size.parameters + adapters - trained) + t * trained)
+    gradients = sharding.keeps_states * int(t * trained) // sharding.gradients
+    head, in_layers = size.vocabulary * hidden, size.in_layers + adapters
+    live = size.parameters - size.in_layers + 2 * in_layers // size.n_layers
+    whole = c * (live if sharding.live is None else min(sharding.live, size.parameters + adapters))
+    held = size.codes + sharding.buffers + whole * (sharding.weights > 1)
+    has_copy = step.teacher and not (adapted or step.teacher_on_host)
+    casts = c * (size.in_layers + head) * (c < w) + c * adapters * (c < t)
+
+    n = math.ceil(step.row_length / sharding.row)
+    tokens, at_once = step.rows * n, step.factors.at_once * step.rows * n
+    state = int(step.factors.graphs * tokens * w * hidden)
+    kept = state if step.checkpointing else int(step.factors.graphs * tokens * saved_of_layer(size, step))
+    checkpoints = (size.n_layers - step.offloaded_layers) * kept + state
+
+    windowed = 0 < size.sliding_window < n
+    way = step.attention or ("blocks" if n >= MASKS_TO else "masks")
+    tile = min(at_once, TILE) if step.long and sharding.runs_in_tiles else at_once
+    mlp = _mlp_in_flight(size, replace(step, weight_bytes=c) if sharding.weights > 1 else step)
+    blocks = 4 * c * size.queries * (1 + size.keys_in_block) if windowed and way == "blocks" else 0
+    attention = c * (4 * hidden + 6 * size.queries + 2 * size.keys) + 4 * size.queries
+    attention += sharding.ring * (8 * size.queries + 16 * size.keys)
+    layer = max(at_once * attention, tile * (mlp + blocks))
+    trains_head = step.train == "all" if step.trains_head is None else step.trains_head
+    return Memory(
+        weights=sharding.keeps_weights * weights // sharding.weights + held,
+        gradients=gradients,
+        optimizer=sharding.keeps_states * int(_state_bytes(step.optimizer, t) * trained) // sharding.optimizer,
+        teacher=has_copy * (weights // sharding.teacher + whole * (sharding.teacher > 1)),
+        casts=casts * (sharding.weights == 1),
+        checkpoints=checkpoints,
+        # DeepSpeed's buffers are of gradients
+        freed=0 if step.accumulates or step.long or sharding.buffers else min(checkpoints, gradients),
+        masks=(1 + c) * step.rows * n**2 if way == "masks" and (windowed or step.masks_all) else 0,
+        beside=int(step.factors.beside * tokens * w * hidden),
+        layer=int(layer) + (state if step.offloaded_layers else 0),
+        loss=_loss(size, step, tokens) + 4 * head * trains_head,
+    )
+
+
+def _state_bytes(optimizer: str, trained_bytes: float) -> float:
+    """Bytes of an optimizer's two states on the device for a trained value."""
+    if optimizer.startswith("paged") or optimizer in ("sgd", "adafactor"):
+        return 0
+    if "8bit" in optimizer:
+        return 2
+    return 8 if "bnb" in optimizer else 2 * trained_bytes
+
+
+def saved_of_layer(size: ModelSize, step: Step) -> int:
+    """Bytes a token that a layer keeps for its backward: "kept" of `peak_memory`."""
+    w, c, everything, adapted = step.weight_bytes, step.product_bytes, step.train == "all", step.train == "lora"
+    copies = c < w or (step.autocast and adapted)  # adapters take their input in float32
+    mlp = everything or step.adapts_mlp
+    norms = size.norms * (4 + w * everything) * size.hidden + (4 + c * everything) * size.normed
+    inputs = c * size.hidden * ((5 if copies else 2) if mlp else (3 if copies else 1))
+    adapters = adapted * c * ((4 + 3 * mlp) * step.lora_rank + copies * size.queries)
+    return norms + inputs + adapters + 2 * c * (size.queries + size.keys) + (3 + mlp) * c * size.intermediate
+
+
+def _mlp_in_flight(size: ModelSize, step: Step) -> int:
+    """Bytes a token while a layer runs backward through its MLP: "mlp" of `peak_memory`."""
+    w = step.weight_bytes
+    kept = step.checkpointing * (saved_of_layer(size, step) - 4 * size.hidden * (w == 4))
+    return 2 * step.product_bytes * size.intermediate + (4 + w) * size.hidden + kept
+
+
+def _loss(size: ModelSize, step: Step, tokens: int) -> int:
+    """Bytes of hidden states and logits while the loss is formed."""
+    hidden = tokens * int(size.hidden * ((1 + step.factors.states) * step.weight_bytes + step.product_bytes))
     logits = 0
     if step.teacher or step.own_loss:
         logits = min(CHUNK[step.device], (1 + step.teacher) * tokens * size.vocabulary * 4)
-    return hidden + 4 * trained_head + logits * 11 // 10
-
-
-def attention_linears(decoder: nn.Module) -> list[tuple[str, Any]]:
-    """(name within its layer's attention, module) of every linear module of attention."""
-    return [
-        (name, module)
-        for parent in decoder.modules()
-        if getattr(parent, "layer_idx", None) is not None and "Attention" in type(parent).__name__
-        for name, module in parent.named_children()
-        if isinstance(module, nn.Linear)
-    ]
-
-
-def _norms(decoder: nn.Module) -> list[tuple[str, int]]:
-    """(name within its layer, features) of every norm with a weight."""
-    shapes = (
-        (name.rpartition(".")[2], _shape(weight))
-        for name, module in decoder.named_modules()
-        if isinstance(weight := getattr(module, "weight", None), torch.Tensor)
-    )
-    return [(name, shape[0]) for name, shape in shapes if len(shape) == 1]
-
-
-def _shape(tensor: torch.Tensor) -> torch.Size:
-    """Of the whole tensor, where ZeRO-3 has split it and left none of it in the parameter."""
-    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
-    return shape
+    return hidden + logits * 11 // 10

@@ -63,8 +63,8 @@ def engine_needs(
         sharding = Sharding.of_config(config, n_gpus, gpus_per_row)
         plan = plan_memory(model, training, training.max_length, device, training.long_rows, sharding, host)
         refused = why_not_shared(model, training, "cp", sharding.row) if sharding.ring else None
-        long = plan.needed_when_on if may_be_long else plan.needed
-        needs.append(EngineNeed(config, n_gpus, plan.needed, long, refused))
+        long = plan.memory_when_on.total if may_be_long else plan.memory.total
+        needs.append(EngineNeed(config, n_gpus, plan.memory.total, long, refused))
     return needs
 
 

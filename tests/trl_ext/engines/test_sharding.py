@@ -82,7 +82,7 @@ def test_what_waits_on_the_host_does_not_count():
 
     def fixed(sharding):
         args = RopeSFTConfig(output_dir="out", use_cpu=True, bf16=False)
-        return plan_memory(tiny(), args, 64, torch.device("cpu"), "on", sharding).fixed
+        return plan_memory(tiny(), args, 64, torch.device("cpu"), "on", sharding).memory.fixed
 
     total = 4 * sum(p.numel() for p in tiny().parameters())
     # of the kept ones an eighth, and all weights at once, fewer as they are than ZeRO-3 leaves whole
@@ -105,7 +105,7 @@ def test_weights_that_zero3_has_split_count_whole(monkeypatch):
 
 def fixed(model, sharding, **options):
     args = RopeSFTConfig(output_dir="out", **{"use_cpu": True, "bf16": True, **options})
-    return plan_memory(model, args, 64, torch.device("cpu"), "on", sharding).fixed
+    return plan_memory(model, args, 64, torch.device("cpu"), "on", sharding).memory.fixed
 
 
 def test_engines_that_split_states_train_float32_numbers():
@@ -134,6 +134,6 @@ def test_nothing_runs_in_tiles_under_zero3():
         return plan_memory(tiny(), args, 8192, torch.device("cpu"), "on", Sharding.of_config(name, 2))
 
     tiled, whole = plan("fsdp2"), plan("zero3")
-    assert whole.layer_in_tiles > tiled.layer_in_tiles and whole.layer == tiled.layer
+    assert whole.memory_when_on.layer > tiled.memory_when_on.layer and whole.memory.layer == tiled.memory.layer
     assert "with tiles of 4096 tokens and the checkpoints of" in str(tiled)
     assert "with the checkpoints of" in str(whole) and "tiles" not in str(whole)

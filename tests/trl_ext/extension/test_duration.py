@@ -9,7 +9,8 @@ from support.shapes import size
 
 from trl_ext.extension.duration import Rate, forward_operations, step_calls, step_operations
 from trl_ext.extension.plan import _hours
-from trl_ext.memory.step import ModelSize, Step
+from trl_ext.memory.size import ModelSize
+from trl_ext.memory.step import Step
 
 SIZE = ModelSize(
     parameters=8_030_261_248, in_layers=6_979_588_096, qkv=805_306_368, lora_per_rank=851_968, n_layers=32, n_full=32,

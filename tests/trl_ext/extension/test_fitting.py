@@ -33,7 +33,8 @@ def test_a_plan_for_another_gpu_chooses_and_counts_as_on_that_gpu():
     here = Machine("cuda", "a GPU", 80 * GIB, bf16=True)
     assert plan.choices == choose(MODEL, plan.options, here) and plan.fits
     assert plan.choices.weights.value["train"] == "lora" and plan.choices.precision.value == "bf16"
-    assert plan.memory.total / GIB == pytest.approx(59.52, abs=0.01), "as test_step holds to what was measured"
+    (measured,) = (run["peak_gib"] for run in EXTENSIONS["runs"] if run["case"] == "llama-8b lora")
+    assert plan.memory.total / GIB == pytest.approx(measured, rel=0.05)
     text = str(plan)
     assert "on a GPU of 80 that is not here" in text and "not in this" not in text
     assert "[arithmetic from steps on an H200, 470 TFLOP/s]" in text and "calibration" not in text

@@ -28,11 +28,10 @@ def test_each_engine_counts_its_parts(tmp_path):
     model, args = tiny(), settings(tmp_path)
     needs = bytes_of(engine_needs(model, args, 4, torch.device("cpu")))
     total = 4 * sum(p.numel() for p in model.parameters())
-    layer = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
-    buffers = sum(4 * b.numel() for b in model.buffers())
+    layers = sum(p.numel() for p in (*model.model.layers.parameters(), *model.model.norm.parameters()))
     assert needs["ddp"] - needs["zero2"] == 3 * total - (total // 4 + 2 * total // 4) - 2 * 2 * 500_000_000
-    whole = total - 3 * layer + 2 * layer
-    split = total + buffers - (total + buffers) // 4
+    whole = total - 4 * (layers - 2 * layers // 3)
+    split = total - total // 4
     assert needs["ddp"] - needs["fsdp2"] == 3 * total - (total // 4 + 2 * total // 4) + split - whole
 
 
@@ -40,9 +39,9 @@ def test_a_shared_row_counts_its_part_of_tokens(tmp_path):
     model, args = tiny(), settings(tmp_path)
     whole, part = (plan_memory(model, args, n, torch.device("cpu"), "on") for n in (64, 16))
     needs = bytes_of(engine_needs(model, args, 4, torch.device("cpu")))
-    assert needs["fsdp2"] - needs["fsdp2-cp"] == whole.needed - part.needed
-    assert needs["ddp"] == whole.needed
-    assert bytes_of(engine_needs(model, args, 1, torch.device("cpu"))) == {"ddp": whole.needed}
+    assert needs["fsdp2"] - needs["fsdp2-cp"] == whole.memory.total - part.memory.total
+    assert needs["ddp"] == whole.memory.total
+    assert bytes_of(engine_needs(model, args, 1, torch.device("cpu"))) == {"ddp": whole.memory.total}
 
 
 def test_what_fits_with_the_fewest_gpus_is_advised():
