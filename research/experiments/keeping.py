@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -78,7 +78,6 @@ from rope_patch.prompts.asking import Frame
 from rope_patch.views.by_name import resolve_view
 from ruler_prompts import kept_prompts
 from trl_ext.rows import make_rows, own_chats, own_texts
-from trl_ext.rows.row import Kind
 
 EDGES = [64, *(2**k for k in range(10, 18))]
 REPLY = 128  # tokens of a reply in a chat, at most
@@ -115,7 +114,7 @@ class Data:
     ruler: RulerPrompts | None = None
 
     @property
-    def kind_of_own(self) -> Kind:
+    def kind_of_own(self) -> Literal["chats", "own_texts"]:
         """The rows that are made of what the native model wrote."""
         return "chats" if self.tokenizer.chat_template else "own_texts"
 
@@ -419,7 +418,7 @@ def summary(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def known_arms(args: argparse.Namespace, kind_of_own: Kind) -> dict[str, Arm]:
+def known_arms(args: argparse.Namespace, kind_of_own: Literal["chats", "own_texts"]) -> dict[str, Arm]:
     """Every arm by name, with those of --rescaling."""
     searched = searched_rescaling(args.rescaling) if args.rescaling else None
     return arms(args.window, args.target, kind_of_own, args.row_length, searched)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from trl_ext.rows.row import SKILLS, Kind, Skill
+from trl_ext.rows.row import SKILLS, Kind, shares_with
 
 Options = Mapping[str, Any]
 
@@ -49,20 +49,10 @@ class Arm:
         return {} if self.rescale is None else {"rescale": self.rescale[0], "rescale_args": self.rescale[1]}
 
 
-def with_skills(kind_of_own: Kind, skills: tuple[Skill, ...]) -> dict[Kind, float]:
-    """Weights of kinds of rows of which a third end with questions: plain ones, and an equal part for each skill.
-
-    Plain ones take the place of a skill that is left out, and rows of all other kinds are the same token for token if
-    the number of rows is a multiple of 288: 12 of each skill, of which a quarter is a whole number too.
-    """
-    asking = 2.0 + len(SKILLS)
-    return {"text": asking, kind_of_own: asking, "questions": asking - len(skills), **dict.fromkeys(skills, 1.0)}
-
-
 def arms(
     window: int,
     target: int,
-    kind_of_own: Kind,
+    kind_of_own: Literal["chats", "own_texts"],
     row_length: int | None = None,
     searched: tuple[str, Options] | None = None,
 ) -> dict[str, Arm]:
@@ -107,10 +97,10 @@ def arms(
         "view_args": {"target": target, "window": row_length or window},
         "learning_rate": 5e-4,
     }
-    skills = replace(keep_2, shares=with_skills(kind_of_own, SKILLS))
+    skills = replace(keep_2, shares=shares_with(kind_of_own))
     left_out = {
         f"skills-but-{skill}": replace(
-            keep_2, shares=with_skills(kind_of_own, tuple(other for other in SKILLS if other != skill))
+            keep_2, shares=shares_with(kind_of_own, tuple(other for other in SKILLS if other != skill))
         )
         for skill in SKILLS
     }

@@ -1,91 +1,141 @@
-"""The tables and the figure of research/results/ruler.md. Run: python research/experiments/ruler_results.py"""
+"""The tables and the figure of research/results/ruler.md. Run: python research/experiments/ruler_results.py
+
+Scores are means over tasks, each with as many prompts, and over seeds. A figure that is below the model as it came
+beyond noise is marked with *: the 95 % interval of the paired difference lies below 0.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paired_results import in_brackets
-from result_lines import read_lines
+from keeping_results import cell, ended, short_text
+from paired_results import in_brackets, over_seeds
+from result_lines import mean_of, read_lines, runs_by_arm, spread
 from rope_patch.eval.results.figures import add_legend, compact, mark_window, new_figure, save_figure
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "research" / "results" / "ruler-h200.jsonl"
 FIGURE = ROOT / "docs" / "images" / "ruler-h200"
 WINDOW = 8192
-NAMES = {"as it came": "as it came", "yarn 8": "YaRN, untrained", "extended": "extended by rope-patch"}
-SKILLS = ("extended, skills left out", "extended, skills")
-Cells = dict[tuple[str, int, str], list[float]]
-"""(model, tokens, task) -> scores of its prompts."""
+NAMES = {
+    "native": "as it came",
+    "ntk-2": "NTK 16x, untrained",
+    "yarn": "YaRN 8x, untrained",
+    "skills": "extended by rope-patch",
+    "keep-2": "the same without rows of skills",
+    "skills-no-kl-slow": "the same without a teacher",
+    "skills-lora-slow": "the same by LoRA",
+    "pose": "PoSE: YaRN 8x, next tokens of books",
+}
+DRAWN = ("native", "yarn", "skills")
+Run = dict[str, Any]
+Runs = dict[str, list[Run]]
 
 
-def cells_of(lines: Sequence[dict[str, Any]]) -> Cells:
-    """Scores by model, length and task."""
-    return {(line["model"], line["length"], line["task"]): line["scores"] for line in lines if "scores" in line}
+def load() -> Runs:
+    """Runs of each arm, one a seed."""
+    return runs_by_arm(read_lines(FILE))
 
 
-def tasks_of(cells: Cells) -> list[str]:
-    """The tasks that were measured on all models of the figure at all lengths."""
-    lengths = {n for _, n, _ in cells}
-    tasks = {task for _, _, task in cells}
-    return sorted(task for task in tasks if all((model, n, task) in cells for model in NAMES for n in lengths))
+def lengths_of(runs: Runs) -> list[int]:
+    """Tokens of the prompts."""
+    lengths: list[int] = runs["native"][0]["ruler"]["lengths"]
+    return lengths
 
 
-def mean_score(cells: Cells, model: str, length: int) -> float:
-    """Mean over tasks, each with as many prompts."""
-    return fmean(score for task in tasks_of(cells) for score in cells[model, length, task])
+def scores(run: Run, length: int, task: str | None = None) -> list[float]:
+    """Of the prompts of one length, of one task or of all."""
+    k, by_task = run["ruler"]["lengths"].index(length), run["ruler"]["scores"]
+    return [score for name in sorted(by_task) if task in (None, name) for score in by_task[name][k]]
 
 
-def by_length(cells: Cells) -> str:
-    """A row a model, a column a length; of the extended one also its difference to the model as it came."""
-    lengths = sorted({n for _, n, _ in cells})
-    rows = [["", *map(compact, lengths)], ["---"] * (1 + len(lengths))]
-    rows += [[name, *(f"{mean_score(cells, model, n):.3f}" for n in lengths)] for model, name in NAMES.items()]
-    difference = ["extended - as it came"]
-    for n in lengths:
-        pairs = [
-            after - before
-            for task in tasks_of(cells)
-            for after, before in zip(cells["extended", n, task], cells["as it came", n, task], strict=True)
-        ]
-        difference.append(f"{fmean(pairs):+.3f} {in_brackets(pairs)}")
-    return _table([*rows, difference])
+def mean_score(runs: Runs, arm: str, length: int) -> float:
+    """Mean over tasks, prompts and seeds."""
+    return fmean(score for run in runs[arm] for score in scores(run, length))
 
 
-def by_task(cells: Cells) -> str:
-    """A row a task: scores by length of the model as it came, of YaRN and of the extended model."""
-    lengths = sorted({n for _, n, _ in cells})
-    heads = ["task", *(f"{NAMES[model]}, {' / '.join(map(compact, lengths))}" for model in NAMES)]
+def short_mean(run: Run) -> float:
+    """Mean over benchmarks of their accuracies."""
+    return fmean(run["short_text"]["accuracy"].values())
+
+
+def by_length(runs: Runs) -> str:
+    """A row a model: RULER by length, and what became of short text, of losses and of its replies."""
+    lengths, native = lengths_of(runs), runs["native"][0]
+    heads = [
+        "model",
+        "seeds",
+        *map(compact, lengths),
+        "short text",
+        "loss to 8K",
+        "loss 32K to 64K",
+        "KL",
+        "replies end",
+    ]
     rows = [heads, ["---"] * len(heads)]
-    for task in sorted({task for model, _, task in cells if model in NAMES}):
+    for arm, name in NAMES.items():
+        same = runs[arm]
+        row = [name, str(len(same))]
+        row += [cell([scores(run, n) for run in same], scores(native, n), 3) for n in lengths]
+        star = (
+            "*"
+            if "short_text" in same[0] and cell([short_text(r) for r in same], short_text(native))[-1] == "*"
+            else ""
+        )
+        row.append(f"{fmean(map(short_mean, same)):.3f}{star}" if "short_text" in same[0] else "-")
+        row += [
+            spread([mean_of(run["loss_by_position"], *span) for run in same], 3)
+            for span in ((64, 8192), (32768, 65536))
+        ]
+        row.append(spread([run["own"]["kl"] for run in same], 2))
+        row.append(cell([ended(run) for run in same], ended(native)))
+        rows.append(row)
+    return _table(rows)
+
+
+def beside(runs: Runs, arm: str = "skills") -> str:
+    """A row for each other model: by how much `arm` scores more, paired over prompts, each the mean over seeds."""
+    lengths = lengths_of(runs)
+    rows = [[f"{NAMES[arm]}, less", *map(compact, lengths)], ["---"] * (1 + len(lengths))]
+    for other, name in NAMES.items():
+        if other != arm:
+            row = [name]
+            for n in lengths:
+                ours, theirs = (over_seeds([scores(run, n) for run in runs[x]]) for x in (arm, other))
+                pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
+                row.append(f"{fmean(pairs):+.3f} {in_brackets(pairs)}")
+            rows.append(row)
+    return _table(rows)
+
+
+def by_task(runs: Runs) -> str:
+    """A row a task: scores by length of some models."""
+    lengths, native = lengths_of(runs), runs["native"][0]
+    shown = ("native", "yarn", "skills", "keep-2", "skills-no-kl-slow")
+    rows = [["task", *(f"{NAMES[arm]}, {' / '.join(map(compact, lengths))}" for arm in shown)]]
+    rows.append(["---"] * len(rows[0]))
+    for task in sorted(native["ruler"]["scores"]):
+        of = partial(scores, task=task)
         columns = [
-            " / ".join(f"{fmean(cells[m, n, task]):.2f}" if (m, n, task) in cells else "-" for n in lengths)
-            for m in NAMES
+            " / ".join(
+                cell([of(run, n) for run in runs[arm]], of(native, n) if arm != "native" else None) for n in lengths
+            )
+            for arm in shown
         ]
         rows.append([task.removeprefix("ruler_"), *columns])
     return _table(rows)
 
 
-def of_skills(cells: Cells) -> str:
-    """A row a task: scores without and with rows that teach skills, and the difference."""
-    rows = [["task", "as it came", "without skills", "with skills", "difference"], ["---"] * 5]
-    without, with_skills = SKILLS
-    every: list[float] = []
-    for task in sorted(task for model, _, task in cells if model == with_skills):
-        native, before, after = (cells[model, 4096, task] for model in ("as it came", without, with_skills))
-        pairs = [b - a for a, b in zip(before, after, strict=True)]
-        every += pairs
-        means = (f"{fmean(scores):.2f}" for scores in (native, before, after))
-        rows.append([task.removeprefix("ruler_"), *means, f"{fmean(pairs):+.2f} {in_brackets(pairs, digits=2)}"])
-    return _table([*rows, ["all four", "", "", "", f"{fmean(every):+.2f} {in_brackets(every, digits=2)}"]])
-
-
-def plot(cells: Cells, path: Path) -> list[Path]:
-    """Mean scores by length, a line a model."""
-    lengths = sorted({n for _, n, _ in cells})
+def plot(runs: Runs, path: Path) -> list[Path]:
+    """Mean scores by length, a line a model, from the lowest to the highest of its seeds."""
+    lengths = lengths_of(runs)
     figure, (axes,) = new_figure(1, 4.0)
-    for model, name in NAMES.items():
-        axes.plot(lengths, [mean_score(cells, model, n) for n in lengths], marker="o", label=name)
+    for arm in DRAWN:
+        (line,) = axes.plot(lengths, [mean_score(runs, arm, n) for n in lengths], marker="o", label=NAMES[arm])
+        of_seeds = [[fmean(scores(run, n)) for run in runs[arm]] for n in lengths]
+        axes.fill_between(lengths, [*map(min, of_seeds)], [*map(max, of_seeds)], color=line.get_color(), alpha=0.2)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [compact(n) for n in lengths])
     axes.minorticks_off()
@@ -102,9 +152,9 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def main() -> None:
     """Print the tables and draw the figure."""
-    cells = cells_of(read_lines(FILE))
-    print(by_length(cells), by_task(cells), of_skills(cells), sep="\n\n")
-    plot(cells, FIGURE)
+    runs = load()
+    print(by_length(runs), beside(runs), by_task(runs), sep="\n\n")
+    plot(runs, FIGURE)
 
 
 if __name__ == "__main__":

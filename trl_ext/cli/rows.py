@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engines.device import choose_device
-from ..rows.row import ASKING, KINDS
+from ..rows.row import ASKING, KINDS, shares_with
 from ..rows.row_file import contents, require_row_file, write_rows
 from .hub_revision import add_model_revision
 
@@ -32,14 +32,13 @@ def add_commands(commands: Any) -> None:
         help="text for rows of text and questions: files, or .jsonl(.xz, .gz) with `text`",
     )
     rows.add_argument("--length", type=int, help="tokens in a row; default: the original context window")
-    rows.add_argument("--rows", type=int, default=320, help="rows of that length; default: %(default)s")
+    rows.add_argument("--rows", type=int, default=288, help="rows of that length; default: %(default)s")
     rows.add_argument(
         "--shares",
         type=shares,
-        default={"text": 1.0, "chats": 1.0, "questions": 1.0},
         metavar="KIND=WEIGHT,...",
-        help=f"weight of each kind: {', '.join(KINDS)}; own_texts are for base models, which write no chats. "
-        "default: text=1,chats=1,questions=1",
+        help=f"weight of each kind: {', '.join(KINDS)}. default: text=8,chats=8,questions=2 and 1 for each kind behind "
+        "own_texts, which take the place of chats for a model without a chat template",
     )
     rows.add_argument(
         "--short",
@@ -83,17 +82,18 @@ def run_rows(args: argparse.Namespace) -> int:
     from .model_spec import ModelSpec
 
     device = choose_device(args.device, torch.cuda.is_available())
-    counts = rows_by_kind(args.rows, args.shares)
-    if {"text", *ASKING} & counts.keys() and not args.text:
-        raise ValueError("--text must name files, as --shares asks for text or questions.")
     spec = ModelSpec(Path(args.model).name, args.model, None, {}, argument="MODEL").of_revision(args.model_revision)
     spec.check()
     length = args.length or spec.trained_window()
     if length is None:
         raise ValueError(f"the config of {args.model} names no window: give --length.")
     tokenizer = spec.load_tokenizer()
+    weights = args.shares or shares_with("chats" if tokenizer.chat_template else "own_texts")
+    counts = rows_by_kind(args.rows, weights)
+    if {"text", *ASKING} & counts.keys() and not args.text:
+        raise ValueError("--text must name files, as --shares asks for text or questions.")
     if "chats" in counts:
-        require_template(tokenizer, "it writes no chats. Use --shares text=1,own_texts=1,questions=1")
+        require_template(tokenizer, "it writes no chats. Use own_texts in place of chats in --shares")
 
     @cache
     def model() -> Any:
@@ -112,7 +112,7 @@ def run_rows(args: argparse.Namespace) -> int:
         texts=read_texts(args.text or ()),
         chats=lambda: write("chats"),
         own_texts=lambda: write("own_texts"),
-        shares=args.shares,
+        shares=weights,
         short=args.short,
         facts=args.facts,
         chat=args.chat,

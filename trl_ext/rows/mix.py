@@ -13,7 +13,7 @@ from rope_patch.layout.special_tokens import SpecialTokens
 
 from .pieces import Pieces
 from .questions import draw_question_rows, require_share_of_chats
-from .row import ASKING, KINDS, Kind, Row
+from .row import ASKING, KINDS, Kind, Row, shares_with
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -75,8 +75,7 @@ def make_rows(
         texts: documents for "text", "questions" and skills.
         chats: of `own_chats`, for "chats"; or a function that samples them, called after all other rows are made.
         own_texts: of `own_texts`, for "own_texts"; or such a function.
-        shares: kind -> weight, of which each row kind gets its part; None means equal parts of text, chats and
-            questions. "chain", "values", "count", "order", "comparison" and "passage" are questions that take a skill.
+        shares: kind -> weight, of which each row kind gets its part; None means `shares_with("chats")`.
         short: share of rows made as shorter ones, from 0 to 1.
         facts: facts hidden in a row of questions or of a skill; at most three in a short one.
         chat: share of question rows in the chat template; None means half, and 0 for a tokenizer without a template.
@@ -160,7 +159,7 @@ def rows_by_kind(n: int, shares: Mapping[str, float] | None = None) -> dict[Kind
     Raises:
         ValueError: an unknown kind, a weight below 0, or no weight above 0.
     """
-    weights = {"text": 1.0, "chats": 1.0, "questions": 1.0} if shares is None else shares
+    weights: Mapping[str, float] = {**shares_with("chats")} if shares is None else shares
     for kind, weight in weights.items():
         if kind not in KINDS:
             raise ValueError(f"shares must be of {', '.join(KINDS)}, got {kind!r}.")

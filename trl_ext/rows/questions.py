@@ -45,14 +45,15 @@ def question_rows(
         texts: documents to hide facts in; a quarter of the rows has repeated filler instead.
         n: rows.
         length: tokens of each row, exactly, special ones included.
-        kind: "questions", or a skill: "chain", "values", "count", "order", "comparison" or "passage".
+        kind: "questions", or a skill: "chain", "values", "count", "order", "comparison" or "passage". A row of
+            "passage" has plain questions where the texts lack plain sentences of 4 to 15 words, as code does.
         facts: sentences that are hidden in a row, and asked for.
         chat: share of rows in the tokenizer's chat template, from 0 to 1; the others are raw text.
         seed: of everything that is drawn.
 
     Raises:
-        ValueError: `chat` out of range, `length` is too short for so many facts, texts too short for `length` or
-            without sentences that a passage needs, or `chat` above 0 for a tokenizer without a chat template.
+        ValueError: `chat` out of range, `length` is too short for so many facts, texts too short for `length`, or
+            `chat` above 0 for a tokenizer without a chat template.
 
     Source: after the fact-free needles of arXiv:2406.19292, whose loss is of answers alone; wordings are ours.
     """
@@ -89,10 +90,11 @@ def draw_question_rows(
     boundaries = _Boundaries(tokenizer)
     while True:
         turns = in_chat if chat > 0 and rng.random() < chat else raw
+        row = None
         if kind == "passage":
-            yield _passage_row(pieces, turns(n_passages(facts)), n_passages(facts), length, rng, advice)
-        else:
-            yield _row(pieces, boundaries, turns, kind, facts, length, rng, advice)
+            row = _passage_row(pieces, turns(n_passages(facts)), n_passages(facts), length, rng)
+        plain: Kind = "questions" if kind == "passage" else kind
+        yield row or _row(pieces, boundaries, turns, plain, facts, length, rng, advice)
 
 
 def require_share_of_chats(chat: float | None) -> None:
@@ -143,8 +145,11 @@ def _drawn(kind: Kind, n: int, rng: random.Random) -> tuple[list[str], Sequence[
     return draw_skill(kind, n, rng)  # type: ignore[arg-type]
 
 
-def _passage_row(pieces: Pieces, turns: ChatTurns, n: int, length: int, rng: random.Random, advice: str) -> Row:
-    """A row of text alone, and questions about sentences of it; its last quarter gives way to them."""
+def _passage_row(pieces: Pieces, turns: ChatTurns, n: int, length: int, rng: random.Random) -> Row | None:
+    """A row of text alone, and questions about sentences of it; its last quarter gives way to them.
+
+    None if no piece of text has so many plain sentences, or questions are longer than a quarter.
+    """
     room = length - len(turns.begin)
     least = room * 3 // 4
 
@@ -160,10 +165,7 @@ def _passage_row(pieces: Pieces, turns: ChatTurns, n: int, length: int, rng: ran
         if len(tail) <= room - least:
             ids = [*turns.begin, *text[: room - len(tail)]]
             return Row("passage", ids + tail, [0] * len(ids) + labelled)
-    raise ValueError(
-        f"length must be about four times as long as {n} questions about a passage, in texts with plain sentences of 4 "
-        f"to 15 words, got {length}, and {_TRIES} pieces of the texts do not do. {advice} Or leave out passage."
-    )
+    return None
 
 
 def _asked(pieces: Pieces, turns: ChatTurns, questions: Sequence[Question]) -> tuple[list[int], list[int]]:

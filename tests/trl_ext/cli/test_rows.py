@@ -120,8 +120,8 @@ TEXT = ["--text", "books.jsonl"]
     ("arguments", "message"),
     [
         (
-            ["base", *TEXT],
-            "no chat template, so this is a base model: it writes no chats. Use --shares text=1,own_texts=",
+            ["base", *TEXT, "--shares", "chats=1"],
+            "no chat template, so this is a base model: it writes no chats. Use own_texts in place of chats",
         ),
         (["instruct"], "--text must name files, as --shares asks for text or questions."),
         (["instruct", *TEXT, "--output", "rows.json"], "--output must end with .jsonl or .jsonl.xz, got rows.json."),

@@ -17,6 +17,7 @@ from trl_ext.extension.machine import GIB, Machine
 from trl_ext.extension.measuring import eval_plan
 from trl_ext.extension.options import ExtendOptions
 from trl_ext.memory.step import peak_memory
+from trl_ext.rows.row import ASKING
 
 LLAMA = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -56,8 +57,8 @@ def test_the_measured_recipe_is_the_default_of_the_model_that_it_was_measured_on
     }  # fmt: skip
     native = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}
     assert found.objective.value == {"objective": "native-distill", "objective_args": native}
-    assert (found.rows.value["n"], found.rows.value["length"], found.rows.value["short"]) == (256, 8192, 0.25)
-    assert set(found.rows.value["shares"]) == {"text", "chats", "questions"}
+    assert (found.rows.value["n"], found.rows.value["length"], found.rows.value["short"]) == (288, 8192, 0.25)
+    assert set(found.rows.value["shares"]) == {"text", "chats", *ASKING}
     assert found.weights.value["train"] == "all" and not found.weights.value["gradient_checkpointing"]
     assert found.rate.value == 3e-4 and found.precision.value == "bf16"
     of_recipe = (found.rescaling, found.view, found.objective, found.rows, found.weights, found.rate, found.precision)

@@ -255,7 +255,6 @@ def test_the_folder_of_another_run_is_refused(folder, finished):
         ({"lengths": (40,)}, "--lengths 40: 40 tokens are too few for the needles"),
         ({"facts": 40}, "rows of 800 tokens are too short for questions: length must leave room"),
         ({"facts": 40, "shares": {"order": 1}}, "rows of 800 tokens are too short for order: length must leave room"),
-        ({"shares": {"passage": 1}}, "rows of 800 tokens are too short for passage: length must be about four times"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_done(options, message, folder, monkeypatch):

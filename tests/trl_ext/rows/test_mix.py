@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from trl_ext.rows import make_rows, mixed_rows, text_rows_for_training
 from trl_ext.rows.mix import rows_by_kind
 from trl_ext.rows.pieces import Pieces
+from trl_ext.rows.row import SKILLS
 
 BOS = 1
 TEXTS = [" ".join(f"{name}{i}." for i in range(n)) for name, n in (("ab", 900), ("cd", 500), ("ef", 30))]
@@ -100,7 +101,7 @@ def test_chats_are_whole_where_they_fit_and_used_once_before_one_is_used_again()
 
 
 def test_rows_are_counted_by_their_shares():
-    assert rows_by_kind(320) == {"text": 107, "chats": 106, "questions": 107}
+    assert rows_by_kind(288) == {"text": 96, "chats": 96, "questions": 24, **dict.fromkeys(SKILLS, 12)}
     assert rows_by_kind(5, {"text": 0, "questions": 3.0, "own_texts": 1}) == {"questions": 4, "own_texts": 1}
     assert all(sum(rows_by_kind(n).values()) == n for n in range(1, 30))
 
