@@ -35,8 +35,8 @@ def self_distillation_loss(
 ) -> torch.Tensor:
     """Next-token loss at true positions, and the KL of a view's predictions to those, in nats.
 
-    loss = mean over labels of -ln q(label)
-           + kl_weight mean over documents of 1 / (L - s) sum_{t=s}^{L-2} KL(p_t || q_t)
+        loss = mean over labels of -ln q(label)
+        + kl_weight mean over documents of 1 / (L - s) sum_{t=s}^{L-2} KL(p_t || q_t)
 
     q is the next-token distribution at true positions, held fixed in the KL, and p that under the view, which moves a
     document of L tokens from token s on. `ViewConsistency` has the variants.
@@ -75,7 +75,9 @@ def self_distillation_loss(
         request = ViewRequest(labelled, n_labels, n_compared)
         with distiller.active():
             tie = call_with(model, batch, request)
-    return distiller.backward_outside(request.result.loss + tie)
+    loss = request.result.loss + tie
+    del request.result  # checkpointed layers hold the request: if it held their graph, neither would be freed
+    return distiller.backward_outside(loss)
 
 
 def self_distillation_counts(
@@ -127,7 +129,7 @@ def relation_loss(
 ) -> torch.Tensor:
     """Divergence of the student's relations between queries, keys and values from the teacher's, in nats.
 
-    loss = sum_X weight_X mean over tokens i, layers and heads of KL(R_teacher(i) || R_student(i))
+        loss = sum_X weight_X mean over tokens i, layers and heads of KL(R_teacher(i) || R_student(i))
 
     with R(i) = softmax over j <= i of X_i X_j / sqrt(head_dim) within the document, and X in q, k and v.
     `RelationTargets` has the variants.
@@ -157,6 +159,7 @@ def relation_loss(
         tie = call_with(student, batch, request)
     total = torch.stack([weight * request.loss(name) for name, weight in distiller.targets.weights.items()]).sum()
     total = total / max(1, int(request.valid.sum()) if n_tokens is None else n_tokens)
+    request.sums = {layer: sums.detach() for layer, sums in request.sums.items()}  # see self_distillation_loss
     return distiller.backward_outside(total + tie)
 
 
@@ -197,4 +200,5 @@ def view_states(
         with source_in_force(model, _drawn_at(view, step, seed, progress)), reader.active():
             call_with(model, batch, request)
         states.append(reader.backward_outside(request.states))
+        del request.states
     return states

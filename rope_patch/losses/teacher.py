@@ -103,7 +103,7 @@ class OtherTeacher:
     def __init__(self, model: nn.Module) -> None:
         if model.training:
             raise ValueError("the teacher must be in evaluation mode, got one in training mode: call teacher.eval().")
-        self.copy = find_causal_lm(model)
+        self.copy: Any = find_causal_lm(model)
 
     @contextmanager
     def ready(self) -> Iterator[Any]:

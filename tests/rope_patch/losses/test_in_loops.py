@@ -1,11 +1,17 @@
 """Losses for a loop of one's own against the same losses written out, document by document, in float64."""
 
 import copy
+import gc
+import os
+import sys
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.batches import batch, documents_of
+from support.launched import run_ranks
 from support.tiny import tiny, tokens
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -16,6 +22,7 @@ from rope_patch.losses import (
     RelationTargets,
     SharedTeacher,
     ViewConsistency,
+    in_loops,
     relation_loss,
     relation_loss_ref,
     self_distillation_counts,
@@ -157,6 +164,34 @@ def test_a_curriculum_goes_by_the_progress_that_it_is_given():
     assert first < last - 0.01
 
 
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("loss", ["self-distillation", "relations", "states"])
+def test_nothing_is_kept_of_a_loss_that_is_gone(loss, backward, monkeypatch):
+    """With checkpointing, whose graph holds the request of the forward."""
+    requests, call_with = [], in_loops.call_with
+
+    def watched(model, inputs, request):
+        requests.append(weakref.ref(request))
+        return call_with(model, inputs, request)
+
+    monkeypatch.setattr(in_loops, "call_with", watched)
+    data, model = (
+        batch("plain"),
+        checkpointed(patch_model(tiny(), "yarn", factor=4.0).train(), {"use_reentrant": False}),
+    )
+    if loss == "self-distillation":
+        result = self_distillation_loss(model, data, **DRAWN)
+    elif loss == "relations":
+        result = relation_loss(model, tiny(), inputs_of(data))
+    else:
+        result = view_states(model, data, VIEW, step=STEP)[0].sum()
+    if backward:
+        result.backward()
+    del result
+    gc.collect()
+    assert [request() for request in requests] == [None]
+
+
 def test_a_backward_that_raises_leaves_attention_as_it_was():
     before, model = dict(ALL_ATTENTION_FUNCTIONS._local_mapping), checkpointed(tiny().train(), {"use_reentrant": False})
     loss = self_distillation_loss(model, batch("plain"), **DRAWN)
@@ -216,6 +251,49 @@ def test_a_plain_loop_trains():
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0] - 1
+
+
+RANKS = """
+import torch.distributed as dist
+from test_in_loops import *
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(3)
+parts = [{"input_ids": tokens(2, 19)}, {"input_ids": tokens(1, 30)}]
+mine, teacher = parts[dist.get_rank()], tiny(dtype=torch.float64)
+
+
+def model(checkpointing):
+    return checkpointed(patch_model(tiny(dtype=torch.float64), "yarn", factor=4.0).train(), checkpointing)
+
+
+for checkpointing in CHECKPOINTING.values():
+    alone, shared = model(None), DistributedDataParallel(model(checkpointing))
+    counts = self_distillation_counts(shared, mine, **DRAWN)
+    dist.all_reduce(counts)
+    for loss in (
+        lambda model, part: self_distillation_loss(model, part, **DRAWN, counts=counts),
+        lambda model, part: relation_loss(model, teacher, part, n_tokens=2 * 19 + 30),
+    ):
+        sum(loss(alone, part) for part in parts).backward()
+        (loss(shared, mine) * dist.get_world_size()).backward()
+        for a, b in zip(gradients(shared), gradients(alone), strict=True):
+            torch.testing.assert_close(a, b)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_gradients_of_one_process(tmp_path):
+    script, here = tmp_path / "script.py", Path(__file__)
+    script.write_text(RANKS)
+    root = here.parents[3]
+    paths = os.pathsep.join(map(str, (root, root / "kernels", root / "tests", here.parent)))
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", str(script)]
+    done = run_ranks([sys.executable, *launch], env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def three_layers():
