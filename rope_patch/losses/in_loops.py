@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..forward.drawn_view import Batch, DrawnView
 from ..forward.sources import ViewSource
 from ..layout.labelled import Labelled, document_of_tokens
 from ..patch import source_in_force
@@ -104,15 +106,20 @@ def self_distillation_counts(
 def _self_distiller(
     model: nn.Module, view: str | View, step: int, seed: int, progress: float, consistency: ViewConsistency | None
 ) -> Iterator[SelfDistiller]:
-    source = _drawn_at(view, step, seed, progress)
+    source = _DrawnAt(view, step, seed, progress)
     with source_in_force(model, source):
         yield SelfDistiller(model, consistency or ViewConsistency(), source=source)
 
 
-def _drawn_at(view: str | View, step: int, seed: int, progress: float) -> ViewSource:
-    source = ViewSource(resolve_view(view), seed)
-    source.clock.set_step(step, progress)
-    return source
+class _DrawnAt(ViewSource):
+    """Draws for this step in evaluation too, by the tokens of each document."""
+
+    def __init__(self, view: str | View, step: int, seed: int, progress: float) -> None:
+        super().__init__(resolve_view(view), seed)
+        self.clock.set_step(step, progress)
+
+    def bind(self, batch: Batch) -> DrawnView:
+        return super().bind(replace(batch, training=True))
 
 
 def _counts(distiller: SelfDistiller, labelled: Labelled) -> torch.Tensor:
@@ -177,9 +184,9 @@ def view_states(
 ) -> list[torch.Tensor]:
     """Last hidden states of the same tokens under several views, to compare in a loss of your own.
 
-    Each view has a forward of its own. Draws depend on seed, step and the tokens of the document alone; two views of
-    one kind have the same random numbers. `model.get_output_embeddings()` makes logits of the states in families that
-    neither scale nor cap them.
+    Each view has a forward of its own. Draws depend on seed, step and the tokens of the document alone, in evaluation
+    too; all views have the same random numbers. `model.get_output_embeddings()` makes logits of the states in families
+    that neither scale nor cap them.
 
     Args:
         model: a causal LM with RoPE, patched or not, bare or wrapped; a rescaling stays in force.
@@ -197,7 +204,7 @@ def view_states(
     reader, states = _LastStates(model), []
     for view in views:
         request = _StatesRequest(document >= 0, document)
-        with source_in_force(model, _drawn_at(view, step, seed, progress)), reader.active():
+        with source_in_force(model, _DrawnAt(view, step, seed, progress)), reader.active():
             call_with(model, batch, request)
         states.append(reader.backward_outside(request.states))
         del request.states

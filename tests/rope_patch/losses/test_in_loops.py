@@ -219,6 +219,11 @@ def test_states_are_those_of_each_view_with_one_draw_for_a_document_in_any_batch
     torch.manual_seed(3)
     data, model = batch("packed"), checkpointed(tiny(dtype=torch.float64).train(), {"use_reentrant": False})
     found = view_states(model, data, "standard", VIEW, step=STEP, seed=SEED)
+    for state, in_evaluation in zip(
+        found, view_states(model.eval(), data, "standard", VIEW, step=STEP, seed=SEED), strict=True
+    ):
+        torch.testing.assert_close(state, in_evaluation)
+    model.train()
     (found[0] * found[1]).sum().backward()
     actual, expected = gradients(model), 0
     for (ids, _), (_, start, length) in zip(alone(data), documents_of(data), strict=True):
