@@ -180,22 +180,19 @@ class SelfDistiller(Distiller):
     def after(self, request: NextTokenRequest, output: Any) -> None:
         if isinstance(request, ViewRequest) and self.compares:
             self._compare(request, output)
-        else:
-            self._standard_alone(request, output.last_hidden_state)
-
-    def _standard_alone(self, request: NextTokenRequest, hidden: torch.Tensor) -> None:
-        """The cross-entropy under true positions: the whole loss, or that of the first of two calls."""
+            return
+        # the cross-entropy under true positions: the whole loss, or that of the first of two calls
         request.result = next_token_loss(
             self.causal_lm,
             request.labelled,
-            hidden,
+            output.last_hidden_state,
             request.ce_divisor,
             longce=self.longce,
             short_ce=request.short.ce,
             chunk_rows=self._few_rows() if isinstance(request, StandardRequest) else None,
         )
         if isinstance(request, StandardRequest):
-            request.states = hidden.detach()
+            request.states = output.last_hidden_state.detach()
 
     def _compare(self, request: ViewRequest, output: Any) -> None:
         """The whole loss in one call, or the rest of it in the second of two calls."""
