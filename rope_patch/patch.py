@@ -190,6 +190,14 @@ def rope_view(
             source = ViewSource(chosen, seed)
     else:
         source = TableSource(_checked_index(index))
+    with source_in_force(model, source):
+        yield chosen
+
+
+@contextmanager
+def source_in_force(model: nn.Module, source: ViewSource | TableSource) -> Iterator[None]:
+    """`rope_view` with a source of the caller's, who reads its draws or sets its clock."""
+    chosen = source.view if isinstance(source, ViewSource) else None
     decoder = find_decoder(model)
     if chosen is None or chosen.perturbs:
         require_no_decoder_in_adapters(find_causal_lm(model))
@@ -199,7 +207,7 @@ def rope_view(
     _refuse_without_layers(decoder, chosen)
     state = _open_block(model, decoder, source)
     try:
-        yield chosen
+        yield
     finally:
         state.overrides.remove(source)
         _end_temporary(model, decoder, state)

@@ -97,7 +97,8 @@ def to_prefer():
     pair = {"prompt": "Who was there? ", "chosen": "The wind.", "rejected": "A dark night, and nobody."}
     args = DPOConfig(output_dir="out", max_steps=1, use_cpu=True, bf16=False, report_to=[])
     names = {"model": AutoModelForCausalLM.from_pretrained(INSTRUCT), "tokenizer": character_tokenizer(), "args": args}
-    return {**names, "dataset": Dataset.from_list([pair] * 8)}
+    batch = character_tokenizer()(TEXT[:60], return_tensors="pt", return_token_type_ids=False)
+    return {**names, "dataset": Dataset.from_list([pair] * 8), "steps": [[batch, batch]] * 2}
 
 
 def to_write_rows():

@@ -8,7 +8,7 @@ from torch import nn
 from ..layout.labelled import document_of_tokens
 from ..rope.rotary import find_decoder
 from .forward_loss import DecoderCall, ForwardLoss, LossRequest, without_gradient
-from .teacher import CopiedTeacher, SharedTeacher
+from .teacher import CopiedTeacher, OtherTeacher, SharedTeacher
 
 
 class Distiller(ForwardLoss):
@@ -16,18 +16,18 @@ class Distiller(ForwardLoss):
 
     Args:
         model: the student, patched, bare or wrapped.
-        teacher: the same weights with adapters off, or a frozen copy; None if the loss needs none.
+        teacher: the same weights with adapters off, a frozen copy, or another model; None if the loss needs none.
 
     Raises:
         ValueError: student and teacher have the same RoPE, or the model is refused by `ForwardLoss`.
     """
 
-    def __init__(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher | None = None) -> None:
+    def __init__(self, model: nn.Module, teacher: SharedTeacher | OtherTeacher | None = None) -> None:
         super().__init__(model)
         self.teacher: Any = teacher
-        if isinstance(teacher, CopiedTeacher):
+        if isinstance(teacher, OtherTeacher):
             self._text_modules |= {id(module) for module in find_decoder(teacher.copy).modules()}
-        if teacher is not None:
+        if isinstance(teacher, SharedTeacher | CopiedTeacher):
             self._require_difference()
 
     def _require_difference(self) -> None:

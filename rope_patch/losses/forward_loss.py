@@ -1,7 +1,7 @@
 """Losses that are computed while a model's forward runs, inside any wrapper, by hooks of its decoder."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,8 @@ class DecoderCall:
 class ForwardLoss:
     """Inside `active()`, a forward that gets a `LossRequest` as `loss_request` writes a loss to it.
 
-    Backward has to run inside the block too. A subclass computes its loss in `after`, and in `before` what has to run
-    before the decoder's own forward.
+    Backward has to run inside the block too, unless it is that of `backward_outside(loss)`. A subclass computes its
+    loss in `after`, and in `before` what has to run before the decoder's own forward.
 
     Args:
         model: patched or not, bare or wrapped.
@@ -109,6 +109,14 @@ class ForwardLoss:
             for handle in handles:
                 handle.remove()
 
+    def backward_outside(self, output: torch.Tensor) -> torch.Tensor:
+        """The loss or states of a forward, whose backward may run after `active()`: it watches attention itself.
+
+        Gradient checkpointing calls the attention of each layer again in backward, with the request.
+        """
+        watched: torch.Tensor = _WatchedBackward.apply(output, self)
+        return watched
+
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Hooks and settings of a subclass that stay in place while forwards run."""
@@ -147,6 +155,40 @@ class ForwardLoss:
     def after(self, request: Any, output: Any) -> None:
         """Compute the loss from the decoder's output, and write it to the request."""
         raise NotImplementedError
+
+
+class _WatchedBackward(torch.autograd.Function):
+    """The identity; from its backward on, attention is watched until the whole backward pass ends."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, forward_loss: ForwardLoss) -> torch.Tensor:  # noqa: D102
+        ctx.forward_loss = forward_loss
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: D102
+        block = ExitStack()
+        block.enter_context(watched_attention(ctx.forward_loss.causal_lm, ctx.forward_loss._take_request))
+        # not called if the backward pass raises: then the block ends as Python frees it
+        torch.autograd.Variable._execution_engine.queue_callback(block.close)
+        return gradient, None
+
+
+def call_with(model: nn.Module, inputs: dict[str, Any], request: LossRequest, **options: Any) -> torch.Tensor:
+    """Run a model with a request; returns a zero that ties every parameter of the path to the loss.
+
+    The loss needs no logits; those of the last token are what wrappers that wait for all gradients want.
+
+    Args:
+        model: bare or wrapped.
+        inputs: a batch; its labels are left out.
+        request: gets the loss.
+        **options: of the model's forward.
+    """
+    inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+    outputs = model(**{**inputs, **options, "logits_to_keep": 1, "use_cache": False, REQUEST: request})
+    zero: torch.Tensor = 0.0 * outputs.logits.float().sum()
+    return zero
 
 
 def require(reason: str | None) -> None:

@@ -13,14 +13,14 @@ from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
 from rope_kernels.common.autocast import as_multiplied
 
 from ..base.validators import require_integer, require_number
-from ..families.attention_calls import AttentionCall
+from ..families.attention_calls import AttentionCall, attention_name
 from ..families.capabilities import why_no_losses, why_no_relations
 from ..rope.rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
 from .forward_loss import REQUEST, DecoderCall, LossRequest, require
 from .heads import head_kl
 from .targets import RelationTargets
-from .teacher import CopiedTeacher, SharedTeacher
+from .teacher import OtherTeacher, SharedTeacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ class RelationDistiller(Distiller):
     Args:
         model: the student, patched, bare or wrapped.
         targets: which relations count.
-        teacher: the same weights with adapters off, or a frozen copy.
+        teacher: the same weights with adapters off, a frozen copy, or another model.
         logit_kl: an additional KL on the last tokens, or None.
         offload: whether the teacher's tensors are kept on the CPU until the student's layer needs them.
 
@@ -220,12 +220,22 @@ class RelationDistiller(Distiller):
         self,
         model: nn.Module,
         targets: RelationTargets,
-        teacher: SharedTeacher | CopiedTeacher,
+        teacher: SharedTeacher | OtherTeacher,
         *,
         logit_kl: LogitKL | None = None,
         offload: bool = False,
     ) -> None:
         super().__init__(model, teacher)
+        if isinstance(teacher, OtherTeacher):
+            student, other = (
+                (m.config.get_text_config(decoder=True).num_hidden_layers, attention_name(m))
+                for m in (self.causal_lm, teacher.copy)
+            )
+            if student != other:
+                raise ValueError(
+                    "student and teacher must have the same number of layers and the same attention implementation, "
+                    f"got {student} and {other}: load both with the same attn_implementation."
+                )
         self.targets, self.logit_kl, self.offload = targets, logit_kl, offload
         if targets.rope == "pre" and self.state is not None and self.state.layers_call_rotary:
             raise ValueError(

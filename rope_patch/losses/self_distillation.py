@@ -45,6 +45,7 @@ class SelfDistiller(Distiller):
             is compared with it. None compares with the standard view of the model itself.
         control: noise instead of a view, or None.
         one_pass: whether one forward may compute both views where that is exact; otherwise two run.
+        source: the view, if it is another than that of `patch_model`; the caller keeps it in force.
 
     Raises:
         ValueError: the model has no view that perturbs, or its layers compute RoPE themselves; with a control, it has
@@ -63,12 +64,13 @@ class SelfDistiller(Distiller):
         teacher: SharedTeacher | CopiedTeacher | None = None,
         control: Control | None = None,
         one_pass: bool = True,
+        source: ViewSource | None = None,
     ) -> None:
         super().__init__(model, teacher)
         require(why_no_losses(self.causal_lm, self.decoder))
         self.consistency, self.longce = consistency, longce
         self.view: ViewSource | None = None
-        source = None if self.state is None else self.state.source
+        source = source or (None if self.state is None else self.state.source)
         if control is not None:
             if source is not None and source.view.perturbs:
                 raise ValueError("a control compares two forwards at true positions: leave view at 'standard'.")
@@ -98,7 +100,7 @@ class SelfDistiller(Distiller):
         elif reason is None:
             logger.info("Both views run in one forward.")
         else:
-            logger.warning(f"Both views run in two passes instead of one: the model has {reason}.")
+            logger.warning_once(f"Both views run in two passes instead of one: the model has {reason}.")
         if reason is not None:
             return TwoPasses(source, self.decoder)
         assert self.state is not None
@@ -178,22 +180,19 @@ class SelfDistiller(Distiller):
     def after(self, request: NextTokenRequest, output: Any) -> None:
         if isinstance(request, ViewRequest) and self.compares:
             self._compare(request, output)
-        else:
-            self._standard_alone(request, output.last_hidden_state)
-
-    def _standard_alone(self, request: NextTokenRequest, hidden: torch.Tensor) -> None:
-        """The cross-entropy under true positions: the whole loss, or that of the first of two calls."""
+            return
+        # the cross-entropy under true positions: the whole loss, or that of the first of two calls
         request.result = next_token_loss(
             self.causal_lm,
             request.labelled,
-            hidden,
+            output.last_hidden_state,
             request.ce_divisor,
             longce=self.longce,
             short_ce=request.short.ce,
             chunk_rows=self._few_rows() if isinstance(request, StandardRequest) else None,
         )
         if isinstance(request, StandardRequest):
-            request.states = hidden.detach()
+            request.states = output.last_hidden_state.detach()
 
     def _compare(self, request: ViewRequest, output: Any) -> None:
         """The whole loss in one call, or the rest of it in the second of two calls."""
@@ -307,7 +306,8 @@ class ViewChanges:
     def next_first(self, labelled: Labelled) -> torch.Tensor:
         """The first token of each document that the next draw moves, in the shape of the batch's documents."""
         documents, view = labelled.documents, self.source.view
-        draws = view.draw_for(labelled.ids, labelled.drawn_at, documents, self.source.clock.key(documents))
+        key = self.source.clock.key_of(documents, labelled.ids, labelled.drawn_at, training=True)
+        draws = view.draw_for(labelled.ids, labelled.drawn_at, documents, key)
         return DrawnView(view, documents, draws).affected_from(labelled.drawn_at, self.n_layers)
 
     def share(self, labelled: Labelled) -> torch.Tensor:

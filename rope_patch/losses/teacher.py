@@ -90,7 +90,33 @@ class SharedTeacher:
         return getattr(head, "original_module", head)
 
 
-class CopiedTeacher:
+class OtherTeacher:
+    """Another model, with the RoPE and the positions that it has.
+
+    Args:
+        model: a causal LM in evaluation mode, bare or wrapped.
+
+    Raises:
+        ValueError: it is in training mode, where dropout would teach noise.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if model.training:
+            raise ValueError("the teacher must be in evaluation mode, got one in training mode: call teacher.eval().")
+        self.copy: Any = find_causal_lm(model)
+
+    @contextmanager
+    def ready(self) -> Iterator[Any]:
+        """The decoder, for forwards inside the block."""
+        yield find_decoder(self.copy)
+
+    @property
+    def head(self) -> Any:
+        """The output head."""
+        return self.copy.get_output_embeddings()
+
+
+class CopiedTeacher(OtherTeacher):
     """A frozen copy with native RoPE, for training that changes the base weights.
 
     Each rank has a whole copy, or a part of one (`shard`).
@@ -111,7 +137,7 @@ class CopiedTeacher:
             )
         self.student: Any = find_causal_lm(model)
         self.offload = offload
-        self.copy = unpatch_model(_deepcopy(self.student)).requires_grad_(False).eval()
+        super().__init__(unpatch_model(_deepcopy(self.student)).requires_grad_(False).eval())
         decoder = find_decoder(self.copy)
         # a cast of the model before the patch may have rounded the frequencies
         restored_to_float32(RopeParameters.of(decoder), decoder).write_modules(decoder)
@@ -156,11 +182,6 @@ class CopiedTeacher:
         finally:
             if self.offload:
                 self.copy.to("cpu")
-
-    @property
-    def head(self) -> Any:
-        """The copy's output head."""
-        return self.copy.get_output_embeddings()
 
 
 def _deepcopy(causal_lm: nn.Module) -> Any:

@@ -14,7 +14,7 @@ from rope_patch.base.registry import Registry, from_options, require_known
 from rope_patch.layout.labelled import real_tokens
 from rope_patch.layout.shards import SequenceShard
 from rope_patch.losses import CopiedTeacher, SharedTeacher
-from rope_patch.losses.forward_loss import REQUEST, ForwardLoss
+from rope_patch.losses.forward_loss import ForwardLoss, call_with
 from rope_patch.losses.teacher import adapter_layers
 from rope_patch.rope.rotary import find_causal_lm
 from rope_patch.views import View
@@ -232,15 +232,7 @@ class Objective:
         return None
 
     def _call(self, model: nn.Module, inputs: dict[str, Any], request: Any) -> torch.Tensor:
-        """Run the model with a request; returns a zero that ties every parameter of the path to the loss.
-
-        The loss needs no logits; those of the last token are what wrappers that wait for all gradients want.
-        """
-        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-        inputs |= {**self._forward_options, "logits_to_keep": 1, "use_cache": False, REQUEST: request}
-        outputs = model(**inputs)
-        zero: torch.Tensor = 0.0 * outputs.logits.float().sum()
-        return zero
+        return call_with(model, inputs, request, **self._forward_options)
 
     def _warn_beyond_window(self, length: int) -> None:
         state = self.forward_loss.state

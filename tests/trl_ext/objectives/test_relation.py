@@ -8,7 +8,7 @@ from support.training import WAYS, documents, logged, trainer
 from transformers import AutoModelForCausalLM
 
 from rope_patch import describe, load_adapter, patch_model
-from rope_patch.losses import REQUEST, CopiedTeacher, RelationDistiller, RelationTargets
+from rope_patch.losses import relation_loss
 from trl_ext import RopeSFTConfig
 
 RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}
@@ -27,16 +27,12 @@ def by_hand(rows):
     A document at a time.
     """
     model = patch_model(tiny(), "pi", factor=4.0)
-    distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
     relation = logit_kl = tokens = 0
     for row in rows:
         ids = torch.tensor([row])
-        with distiller.active(), torch.no_grad():
-            request = distiller.request(ids)
-            model(ids, use_cache=False, **{REQUEST: request})
-        relation += sum(request.loss(name).item() for name in "qkv")
         tokens += len(row)
         with torch.no_grad():
+            relation += relation_loss(model, tiny(), {"input_ids": ids}, n_tokens=1).item()
             p, q = ((m(ids).logits[0, -LAST:].double() / TEMPERATURE).log_softmax(-1) for m in (model, tiny()))
         logit_kl += (q.exp() * (q - p)).sum().item()
     return relation / tokens, logit_kl / (LAST * len(rows))

@@ -12,8 +12,9 @@ from support.training import WAYS, documents, logged, trainer
 from transformers import MixtralConfig, MixtralForCausalLM
 from trl import SFTConfig, SFTTrainer
 
+from rope_patch.losses import ViewConsistency, self_distillation_counts, self_distillation_loss
 from rope_patch.patch import view_source
-from rope_patch.views import Uniform
+from rope_patch.views import Skip, Uniform
 from trl_ext.objectives import OBJECTIVES
 
 SelfDistillObjective = OBJECTIVES["self-distill"]
@@ -65,6 +66,30 @@ def test_a_step_is_one_mean_however_it_is_batched(way, objective_args, one_batch
     assert step == pytest.approx(one_batch(**objective_args), rel=1e-4)
     assert step["loss"] == pytest.approx(step["ce"] + step["kl"], rel=1e-4), "what is logged makes up the loss"
     assert objective_args == {} or step["kl"] != pytest.approx(one_batch()["kl"], rel=1e-2)
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+@pytest.mark.parametrize("way", ["padded", "packed", "padding-free", "mixed", "checkpointed"])
+def test_a_loop_of_ones_own_has_the_same_step(way, reduction, monkeypatch, tmp_path):
+    """In the trainer's micro-batches; a fixed view, as the trainer draws by the place of a document in the step."""
+    batches, loss = [], SelfDistillObjective.loss
+
+    def watched(self, model, inputs, *others):
+        batches.append(inputs)
+        return loss(self, model, inputs, *others)
+
+    monkeypatch.setattr(SelfDistillObjective, "loss", watched)
+    options = {**STEP, "view_args": {"split": 5, "skip": 9}, "objective_args": {"reduction": reduction}, **WAYS[way]}
+    run = trainer(tmp_path, train_dataset=documents(4), **options)
+    run.train()
+    model = tiny().train()
+    drawn = {"view": Skip(split=5, skip=9), "step": 0, "consistency": ViewConsistency(reduction=reduction)}
+    counts = sum(self_distillation_counts(model, batch, **drawn) for batch in batches)
+    losses = [self_distillation_loss(model, batch, **drawn, counts=counts) for batch in batches]
+    sum(losses).backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
+    (step,) = logged(run, "loss", "grad_norm")
+    assert step == pytest.approx({"loss": sum(losses).item(), "grad_norm": norm}, rel=1e-5)
 
 
 @pytest.mark.parametrize("passes", ["auto", "sequential"])
