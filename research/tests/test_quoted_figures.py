@@ -470,13 +470,42 @@ def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
     }.items():
         assert f"| {name} | {' | '.join(row)} |" in choosing
     assert {arm: int(cells[arm][1]) for arm in ("keep-2", "no-kl")} == {"keep-2": 3, "no-kl": 2}
-    recipe = (ROOT / "examples" / "recipes" / "smollm2_keep_64k.yaml").read_text()
     passkeys, keys = (cells["keep-2"][k].split(" / ") for k in (9, 10))
     lost = float(cells["native"][8]) - float(cells["keep-2"][8])
-    for text in (choosing, " ".join(recipe.replace("#", "").split())):
-        assert f"1.00 to 32768 tokens and {short(passkeys[5])} at 60000" in text and set(passkeys[:5]) == {"1.00"}
-        assert short(keys[5]) in text and f"{lost:.3f}".removeprefix("0") in text
-        assert short(cells["keep-2"][7]) in text and short(cells["native"][7]) in text
+    assert f"1.00 to 32768 tokens and {short(passkeys[5])} at 60000" in choosing and set(passkeys[:5]) == {"1.00"}
+    assert short(keys[5]) in choosing and f"{lost:.3f}".removeprefix("0") in choosing
+    assert short(cells["keep-2"][7]) in choosing and short(cells["native"][7]) in choosing
+
+
+def test_what_is_said_of_the_recipe_with_skills_is_what_its_three_seeds_gave():
+    """Means over seeds, of the recipe and of the model as it came."""
+    runs = ruler_results.load()
+
+    def score(arm, n):
+        return share(ruler_results.mean_score(runs, arm, n))
+
+    def of(measure, arm, digits):
+        return f"{mean(map(measure, runs[arm])):.{digits}f}".removeprefix("0")
+
+    recipe = (ROOT / "examples" / "recipes" / "smollm2_keep_64k.yaml").read_text()
+    short_text = [of(ruler_results.short_mean, arm, 3) for arm in ("skills", "native")]
+    replies = [of(lambda run: mean(ruler_results.ended(run)), arm, 2) for arm in ("skills", "native")]
+    at = {n: [score(arm, n) for arm in ("skills", "native")] for n in (4096, 8192, 32768)}
+    assert (
+        "RULER {} at 4096 tokens (as it came {}), {} at 8192 ({}) and {} at 32768 ({}), no task below the model as it came "
+        "within its window, short text {} ({}), replies that end {} ({};"
+    ).format(*at[4096], *at[8192], *at[32768], *short_text, *replies) in " ".join(recipe.replace("#", "").split())
+    assert "rises from {1} to {0} at 8192 tokens and from {3} to {2} at 32768".format(*at[8192], *at[32768]) in text_of(
+        "docs/choosing.md"
+    )
+    rows, without = " ".join(text_of("docs/rows.md").split()), of(ruler_results.short_mean, "keep-2", 3)
+    lifted = [(score("keep-2", n), score("skills", n)) for n in (4096, 32768)]
+    assert "from {} to {} at 4096 tokens and from {} to {} at 32768".format(*lifted[0], *lifted[1]) in rows
+    assert f"short text from {without} to {short_text[0]}" in rows
+    (reason,) = re.findall(
+        r"RULER's score is (\S+) at 32768 tokens in place of (\S+)\.", text_of("trl_ext/extension/choices.py")
+    )
+    assert reason == (lifted[1][1], lifted[1][0])
 
 
 def test_the_kl_of_each_control_and_the_losses_of_long_rows_are_those_of_their_files():

@@ -53,6 +53,7 @@ def read(path):
 
 def test_rows_are_written_and_told(folder, capsys):
     options = ["--text", "books.jsonl", "--rows", "6", "--facts", "2", "--short", "0", "--length", "800"]
+    options += ["--shares", "text=1,chats=1,questions=1"]
     assert run("instruct", *options, "--output", "rows.jsonl", *HOT) == 0
     rows = read(folder / "rows.jsonl")
     assert len(rows) == 6 and all(list(row) == ["input_ids", "completion_mask"] for row in rows)

@@ -253,7 +253,7 @@ def test_the_folder_of_another_run_is_refused(folder, finished):
         ({"view": "pose", "view_args": {"target": 100}}, "target"),
         ({"colour": 1}, "Unknown option 'colour' of extend"),
         ({"lengths": (40,)}, "--lengths 40: 40 tokens are too few for the needles"),
-        ({"facts": 40}, "rows of 800 tokens are too short for questions: length must leave room"),
+        ({"facts": 40}, "rows of 800 tokens are too short for chain: length must leave room"),
         ({"facts": 40, "shares": {"order": 1}}, "rows of 800 tokens are too short for order: length must leave room"),
     ],
 )

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from trl_ext.rows import make_rows, mixed_rows, text_rows_for_training
 from trl_ext.rows.mix import rows_by_kind
 from trl_ext.rows.pieces import Pieces
-from trl_ext.rows.row import SKILLS
+from trl_ext.rows.row import ASKING, SKILLS
 
 BOS = 1
 TEXTS = [" ".join(f"{name}{i}." for i in range(n)) for name, n in (("ab", 900), ("cd", 500), ("ef", 30))]
@@ -54,7 +54,7 @@ def test_shares_lengths_and_labels():
     kinds = [row.kind for row in rows]
     assert kinds != sorted(kinds) and kinds != sorted(kinds, reverse=True), "shuffled"
     for row in rows_of(16, label_all=True):
-        assert all(row.labelled) == (row.kind != "questions")
+        assert all(row.labelled) == (row.kind not in ASKING)
 
 
 def test_a_seed_gives_the_same_rows():
