@@ -506,6 +506,10 @@ def test_what_is_said_of_the_recipe_with_skills_is_what_its_three_seeds_gave():
         r"RULER's score is (\S+) at 32768 tokens in place of (\S+)\.", text_of("trl_ext/extension/choices.py")
     )
     assert reason == (lifted[1][1], lifted[1][0])
+    kl = [of(lambda run: run["own"]["kl"], arm, 2) for arm in ("skills", "skills-no-kl-slow")]
+    assert "the KL from the original is {} nats, without a teacher {}".format(*kl) in text_of(
+        "trl_ext/extension/choices.py"
+    )
 
 
 def test_the_kl_of_each_control_and_the_losses_of_long_rows_are_those_of_their_files():
