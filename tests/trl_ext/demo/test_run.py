@@ -144,7 +144,7 @@ def test_a_recipe_is_tried_on_the_model_and_the_texts_of_the_demo(small, capsys,
 def test_the_minutes_are_those_of_its_own_settings(small, monkeypatch, capsys):
     monkeypatch.setattr(run_module, "extend", lambda *_, **__: Extended(*[None] * 7))
     for given, said in (
-        ({}, "That takes about 10 minutes on two free cores."),
+        ({}, "That takes about 8 minutes on two free cores."),
         ({"rows": 9}, "The plan says how long"),
     ):
         run_module.run(small / f"out{len(given)}", "cpu", given)
