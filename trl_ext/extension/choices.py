@@ -446,7 +446,9 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
         f"{', '.join(f'{n:,}' for n in lengths)} tokens, {prompts} question{'s' * (prompts > 1)} each for {asked}, "
         "answered by generation"
     )
-    notes = "" if row_length == to else " A CPU takes minutes for the loss of a longer row: questions show what is won there."
+    notes = ""
+    if row_length < to:
+        notes += " A CPU takes minutes for the loss of a longer row: questions show what is won there."
     if prompts > wanted:
         notes += f" {wanted} prompts are made {prompts}, as many at each of {len(DEPTHS)} depths."
     if prompts < MIN_DIFFERENT:
