@@ -68,7 +68,7 @@ def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch,
     assert again == (given, options) and given == Path("out/SmolLM2-135M-Instruct")
     assert options["data"].is_file() and options["output"] == Path("out/extended")
     assert (
-        options["to"] == 1600 and options["lengths"] == (700, 1500) and options["shares"] == {"text": 1, "questions": 3}
+        options["to"] == 1600 and options["lengths"] == (700, 1500) and options["shares"] == {"text": 1, "questions": 5}
     )
 
 
