@@ -136,10 +136,11 @@ def figures(name: str, result: Result, window: int | None) -> list[tuple[str, st
     if isinstance(result, RetrievalGrid):
         found = zip(result.lengths, result.by_length, strict=True)
         return [(f"{NUMBERS.get(name, name)} found at {n:,} tokens", "%.0f %%", 100 * share) for n, share in found]
-    if isinstance(result, LossByPosition) and window is not None and window + 1 < result.seq_len:
-        inside, cliff = result.in_window(window), result.cliff(window)
-        return [
-            (f"loss to position {window:,}, in nats", "%.3f", inside),
-            (f"loss from there to {result.seq_len:,}", "%.3f", inside + cliff),
-        ]
+    if isinstance(result, LossByPosition):
+        end = min(window or result.seq_len, result.seq_len)
+        inside = result.in_window(end)
+        losses = [(f"loss to position {end:,}, in nats", "%.3f", inside)]
+        if end + 1 < result.seq_len:
+            losses.append((f"loss from there to {result.seq_len:,}", "%.3f", inside + result.cliff(end)))
+        return losses
     return [(what, "%.3f", value) for what, value in result.headline().items()]

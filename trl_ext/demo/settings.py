@@ -18,16 +18,16 @@ ROWS_PER_STEP = {"cuda": 8, "cpu": 1}
 # a case that was measured on a GPU (research/results/keeping.md), with a quarter of the rows and fewer prompts
 _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 
-MINUTES = 10
+MINUTES = 8
 """How long the demo takes on two free cores with its own settings (research/results/demo.md)."""
 
-# Two cores read 12288 tokens in most of a minute, twice for each of three models: for the loss and for the questions.
-# They write eight chats in a minute, of which one or two end, so there are no rows of chats.
+# Two cores read 12288 tokens in most of a minute, once for each of three models. They write eight chats in a minute, of
+# which one or two end, so there are no rows of chats. After 16 rows of 512 tokens it finds few far answers.
 _CPU: dict[str, Any] = {
-    "rows": 8,
+    "rows": 12,
     "row_length": 1024,
     "short": 0.0,
-    "shares": {"text": 1.0, "questions": 3.0},
+    "shares": {"text": 1.0, "questions": 5.0},
     "prompts": 10,  # about one text: six that differ, all one way, are beyond chance
 }
 _SHORT_PROMPTS = {"cuda": (4096, 16384), "cpu": (2048,)}

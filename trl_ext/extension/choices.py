@@ -31,7 +31,9 @@ _LONGEST_ROW = 32768  # as many longer ones are more than 9M tokens
 _OWN_TOKENS = 100_000  # 420 chats were measured, of 95 thousand tokens
 RULER_TASKS = ("niah_multikey_2", "niah_multivalue", "ruler_vt", "ruler_fwe")
 """Of RULER: retrieval of one value among look-alikes and of several, tracking, aggregation; QA needs data."""
-_EVAL = {"cuda": (40, 4), "cpu": (10, 1)}  # prompts a length, rows of the target's length
+_PROMPTS = {"cuda": 40, "cpu": 10}  # a length
+_EVAL_ROWS = 4
+_CPU_ROW = 2048  # tokens of such a row; two cores read 2048 in 5 seconds, 12288 in a minute
 _YOURS = "You set it."
 
 # the first one that the model supports is taken
@@ -97,7 +99,8 @@ class Choices:
         weights: {"train", "lora_rank", "gradient_checkpointing"}.
         rate: peak learning rate.
         precision: "bf16" or "float32".
-        evaluation: {"measures", "prompts", "lengths", "ruler_tasks", "ruler_lengths", "ruler_samples", "n_rows"}.
+        evaluation: {"measures", "prompts", "lengths", "ruler_tasks", "ruler_lengths", "ruler_samples", "n_rows",
+            "row_length"}.
     """
 
     rescaling: Choice
@@ -417,14 +420,14 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
 
 
 def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choice:
-    prompts, n_rows = _EVAL[machine.device]
     window, to, on_gpu = facts.window, options.to, machine.device == "cuda"
+    row_length = to if on_gpu else min(to, _CPU_ROW)
     lengths = [window // 4, window, to]
     if on_gpu:
         doubled = {window << k for k in range(20) if window << k < to}
         lengths = sorted({window >> k for k in range(1, 4)} | doubled | {to})
     lengths = list(dict.fromkeys(options.lengths)) or lengths  # one that is named twice would be asked and count twice
-    wanted = options.prompts or prompts
+    wanted = options.prompts or _PROMPTS[machine.device]
     # as many at each depth; fewer prompts than depths have some of them
     prompts = wanted if wanted < len(DEPTHS) else -(-wanted // len(DEPTHS)) * len(DEPTHS)
     ruler_lengths = [n for n in lengths if n >= SHORTEST_LENGTH] if on_gpu else []
@@ -438,11 +441,13 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
         texts = -(-prompts // len(DEPTHS))
         asked = f"passkeys of several people in {f'{texts} texts' if texts > 1 else 'one text'}"
     text = (
-        f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of "
+        f"loss on {_EVAL_ROWS} held-out rows of {row_length:,} tokens; in texts of "
         f"{', '.join(f'{n:,}' for n in lengths)} tokens, {prompts} question{'s' * (prompts > 1)} each for {asked}, "
         "answered by generation"
     )
     notes = ""
+    if row_length < to:
+        notes += " A CPU takes minutes for the loss of a longer row: questions show what is won there."
     if prompts > wanted:
         notes += f" {wanted} prompts are made {prompts}, as many at each of {len(DEPTHS)} depths."
     if prompts < MIN_DIFFERENT:
@@ -458,9 +463,10 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
         "ruler_tasks": tasks,
         "ruler_lengths": ruler_lengths,
         "ruler_samples": ruler_samples,
-        "n_rows": n_rows,
+        "n_rows": _EVAL_ROWS,
+        "row_length": row_length,
     }
     if options.lengths or options.prompts:
         return _yours("measuring", value, text, "--prompts, --lengths", f"{_YOURS}{notes}")
-    reason = "Losses show within the original window and gains beyond it; a GPU has time for more prompts."
+    reason = "What is lost shows within the original window and what is won beyond it; a GPU has time for more prompts."
     return Choice("measuring", value, text, f"{reason}{notes}", "not measured", "--prompts, --lengths")

@@ -167,9 +167,15 @@ class _Run:
             self.choices = choose(self.facts, options, self.machine)
         if not elsewhere:
             self.machine = replace(self.machine, n_gpus=begun["n_gpus"] if begun else self._n_gpus())
-        row_length, n_rows = self.choices.rows.value["length"], self.choices.evaluation.value["n_rows"]
-        self.texts = texts.read(self.facts, options, row_length=row_length, n_rows=n_rows)
-        self.eval_plan = measuring.eval_plan(self.facts, options.to, self.choices, options.seed)
+        trained, measured = self.choices.rows.value, self.choices.evaluation.value
+        self.texts = texts.read(
+            self.facts,
+            options,
+            row_length=trained["length"],
+            measured_length=measured["row_length"],
+            n_rows=measured["n_rows"],
+        )
+        self.eval_plan = measuring.eval_plan(self.facts, self.choices, options.seed)
         self._check()
 
     def _n_gpus(self) -> int:
@@ -231,7 +237,7 @@ class _Run:
         results = measuring.together(measured)
         settings = {"model": self.facts.full_name, "data": ", ".join(options.data), "measured on": self.texts.source}
         settings |= installed_versions("trl")
-        page = measuring.report(results, root / "report", self.facts.name, self.eval_plan, self.choices, settings)
+        page = measuring.report(results, root / "report", facts, options.to, self.choices, settings)
         return Extended(
             folder=root,
             model=root / "model",

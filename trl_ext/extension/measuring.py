@@ -21,14 +21,14 @@ _WIDTH = 52  # characters of what was measured, in a table
 Results = dict[str, dict[str, Result]]
 
 
-def eval_plan(facts: ModelFacts, to: int, choices: Choices, seed: int) -> EvalPlan:
+def eval_plan(facts: ModelFacts, choices: Choices, seed: int) -> EvalPlan:
     """What is measured; prompts are spread over ten depths, or as many as there are prompts."""
     value = choices.evaluation.value
     prompts = value["prompts"]
     depths = DEPTHS if prompts >= len(DEPTHS) else tuple((2 * k + 1) / (2 * prompts) for k in range(prompts))
     return EvalPlan(
         measures=tuple(name for name in MEASURES if name in value["measures"]),
-        length=to,
+        length=value["row_length"],
         n_rows=value["n_rows"],
         lengths=tuple(value["lengths"]),
         ruler_tasks=tuple(value["ruler_tasks"]),
@@ -69,9 +69,10 @@ def together(measured: dict[str, dict[str, Any]]) -> Results:
 
 
 def report(
-    results: Results, folder: Path, name: str, plan: EvalPlan, choices: Choices, settings: dict[str, Any]
+    results: Results, folder: Path, facts: ModelFacts, to: int, choices: Choices, settings: dict[str, Any]
 ) -> Path:
     """Write the page with figures, changes and every choice."""
+    name = Path(facts.name).name if Path(facts.name).is_dir() else facts.name
     reasons = {choice.name: choice.explained for choice in choices.all}
     reasons_note = (
         'Figures beside a choice, and the word "measured", are of our own earlier runs, on SmolLM2-135M-Instruct where '
@@ -80,9 +81,9 @@ def report(
     return write_report(
         results,
         folder,
-        title=f"{Path(name).name if Path(name).is_dir() else name}, extended to {plan.length:,} positions",
+        title=f"{name}, extended to {to:,} positions",
         settings={**settings, "reasons": reasons_note, **reasons},
-        window=plan.window,
+        window=facts.window,
     )
 
 

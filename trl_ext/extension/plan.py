@@ -238,7 +238,7 @@ def own_tokens(choices: Choices) -> int:
 def _minutes(
     facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine, rate: Rate, counts: dict[int, int]
 ) -> Minutes:
-    size, measuring, to, step = facts.size, choices.evaluation.value, options.to, choices.step(machine.device)
+    size, measuring, step = facts.size, choices.evaluation.value, choices.step(machine.device)
     calls = forward_calls(size)
     operations = sum(count * step_operations(size, step, length) for length, count in counts.items())
     # rows are joined by extend alone
@@ -248,7 +248,7 @@ def _minutes(
     if "several" in measuring["measures"]:
         n_texts = -(-n_texts // len(DEPTHS))
     of_ruler = len(measuring["ruler_tasks"]) * measuring["ruler_samples"] * list(measuring["ruler_lengths"])
-    lengths = [*measuring["lengths"] * n_texts, *of_ruler, *[to] * measuring["n_rows"]]
+    lengths = [*measuring["lengths"] * n_texts, *of_ruler, *[measuring["row_length"]] * measuring["n_rows"]]
     measure = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
     measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]})
     write, tokens = 0.0, own_tokens(choices)

@@ -26,10 +26,11 @@ class Texts:
     source: str
 
 
-def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: int) -> Texts:
+def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, measured_length: int, n_rows: int) -> Texts:
     """Read the documents of `options.data`, and hold some out to measure on if they are long enough.
 
-    There has to be text for a training row of `row_length` tokens and `n_rows` rows of the target's length.
+    There has to be text for a training row of `row_length` tokens and, to measure on, `n_rows` rows of
+    `measured_length` tokens.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -50,7 +51,7 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
                 f"--held-out must have other documents than --data: {len(both)} are in both, one of which begins "
                 f"{min(both)[:40]!r}. A model is not measured on its training text: remove them from one of the two."
             )
-        held_out, cut = _measurable(facts, named, options.to, n_rows)
+        held_out, cut = _measurable(facts, named, measured_length, n_rows)
         return Texts(texts, held_out, f"{', '.join(options.held_out)}{cut}")
     if len(texts) == 1:
         last = len(texts[0]) - len(texts[0]) // _EVERY
@@ -64,13 +65,13 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         source = f"every {_EVERY}th document of --data{copies}"
     try:
         text_rows(facts.tokenizer, others, seq_len=row_length, n_rows=1)
-        held_out, cut = _measurable(facts, held_out, options.to, n_rows)
+        held_out, cut = _measurable(facts, held_out, measured_length, n_rows)
         return Texts(others, held_out, f"{source}, which is not trained on{cut}")
     except ValueError:  # one of the two parts is too short
         sources = (file.read_text(encoding="utf-8", errors="replace") for file in standard_library_files())
         trained = set(texts)  # --data may be these sources
         own = _longest_first([source for source in sources if source not in trained])
-        _require(facts, own, options.to, n_rows)
+        _require(facts, own, measured_length, n_rows)
         why = "a tenth of --data is too short to be measured on"
         return Texts(texts, own, f"the sources of Python's standard library, as {why}")
 
@@ -105,4 +106,4 @@ def _require(facts: ModelFacts, texts: list[str], length: int, n_rows: int) -> N
     try:
         text_rows(facts.tokenizer, texts, seq_len=length, n_rows=n_rows)
     except ValueError as error:
-        raise ValueError(f"--held-out is too short for {n_rows} rows of --to tokens: {error}") from error
+        raise ValueError(f"--held-out is too short for {n_rows} rows of {length:,} tokens: {error}") from error

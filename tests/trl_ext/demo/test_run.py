@@ -68,7 +68,7 @@ def test_the_demo_unpacks_extends_and_names_the_next_command(small, monkeypatch,
     assert again == (given, options) and given == Path("out/SmolLM2-135M-Instruct")
     assert options["data"].is_file() and options["output"] == Path("out/extended")
     assert (
-        options["to"] == 1600 and options["lengths"] == (700, 1500) and options["shares"] == {"text": 1, "questions": 3}
+        options["to"] == 1600 and options["lengths"] == (700, 1500) and options["shares"] == {"text": 1, "questions": 5}
     )
 
 
@@ -144,7 +144,7 @@ def test_a_recipe_is_tried_on_the_model_and_the_texts_of_the_demo(small, capsys,
 def test_the_minutes_are_those_of_its_own_settings(small, monkeypatch, capsys):
     monkeypatch.setattr(run_module, "extend", lambda *_, **__: Extended(*[None] * 7))
     for given, said in (
-        ({}, "That takes about 10 minutes on two free cores."),
+        ({}, "That takes about 8 minutes on two free cores."),
         ({"rows": 9}, "The plan says how long"),
     ):
         run_module.run(small / f"out{len(given)}", "cpu", given)

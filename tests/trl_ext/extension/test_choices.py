@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,10 +149,19 @@ def test_a_machine_scales_what_is_measured():
         assert min(value["lengths"]) < 8192 and max(value["lengths"]) == 65536
 
 
+def test_a_cpu_reads_short_rows_for_losses_and_says_so():
+    for machine, to, row_length in ((CPU, 65536, 2048), (CPU, 1500, 1500), (gpu(140), 65536, 65536)):
+        found = choose(facts(window=1024), options(to=to), machine)
+        plan = eval_plan(COMMON, found, 0)
+        assert (plan.length, plan.n_rows) == (row_length, 4)
+        assert f"loss on 4 held-out rows of {row_length:,} tokens" in found.evaluation.text
+        assert ("A CPU takes minutes for the loss of a longer row" in found.evaluation.reason) == (row_length < to)
+
+
 def test_a_gpu_asks_four_tasks_of_ruler_where_lm_eval_is_installed(monkeypatch):
     found = choose(COMMON, options(), gpu(140))
     assert found.evaluation.value["measures"] == ["cliff", "passkey", "ruler"]
-    plan = eval_plan(COMMON, 65536, found, 0)
+    plan = eval_plan(COMMON, found, 0)
     assert set(plan.ruler_tasks) < set(TASKS) and len(plan.ruler_tasks) == 4 and plan.ruler_samples == 20
     assert plan.ruler_lengths == (4096, 8192, 16384, 32768, 65536) and min(plan.lengths) == 1024
     short = choose(COMMON, options(lengths=(1024,)), gpu(140)).evaluation
@@ -190,7 +198,7 @@ def test_an_option_wins():
 def test_prompts_are_said_as_they_are_asked():
     for wanted, asked in ((3, 3), (10, 10), (15, 20), (40, 40)):
         found = choose(COMMON, options(prompts=wanted), gpu(140))
-        plan = eval_plan(COMMON, 65536, found, 0)
+        plan = eval_plan(COMMON, found, 0)
         assert found.evaluation.value["prompts"] == plan.trials * len(plan.depths) == asked
         assert f" {asked} questions each" in found.evaluation.text
         assert (f"{wanted} prompts are made {asked}," in found.evaluation.reason) == (wanted == 15)
@@ -250,7 +258,7 @@ def test_the_page_names_each_choice_once(tmp_path, monkeypatch):
     found = {}
     monkeypatch.setattr(measuring, "write_report", lambda *_, settings, **__: found.update(settings))
     made = choose(COMMON, options(), CPU)
-    measuring.report({}, tmp_path, "a model", SimpleNamespace(length=65536, window=8192), made, {})
+    measuring.report({}, tmp_path, COMMON, 65536, made, {})
     assert found["rescaling"].startswith("ntk by 16. It loses least")
     assert set(found) == {"reasons", *(choice.name for choice in made.all)}
     assert "were not measured in this run" in found["reasons"]

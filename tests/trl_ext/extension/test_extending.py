@@ -84,14 +84,16 @@ def test_a_model_is_extended_measured_and_exported(whole, weights):
 def test_the_scaling_alone_is_measured_beside_both(whole):
     assert whole.done.table[0].split() == ["before", "untrained", "after"]
     found = json.loads((whole.folder / "out/report/results.json").read_text())["results"]["cliff"]
-    held_out = json.loads((whole.folder / "books.jsonl").read_text().splitlines()[10])["text"]
-    ids = AutoTokenizer.from_pretrained(whole.folder / "base")(held_out)["input_ids"][:TO]
+    books = [json.loads(line)["text"] for line in (whole.folder / "books.jsonl").read_text().splitlines()]
+    parts = [part for book in (books[0], books[10]) for part in (book[: len(book) // 2], book[len(book) // 2 :])]
+    tokenizer = AutoTokenizer.from_pretrained(whole.folder / "base")
+    ids = torch.tensor([tokenizer(part)["input_ids"][:TO] for part in parts])
     for label, factor in (("before", None), ("untrained", 4.0)):
         model = AutoModelForCausalLM.from_pretrained(whole.folder / "base", dtype=torch.float32)
         if factor:
             patch_model(model, "ntk", factor=factor)
-        logits = model(torch.tensor([ids])).logits[0, :-1]
-        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        logits = model(ids).logits[:, :-1].transpose(1, 2)
+        losses = torch.nn.functional.cross_entropy(logits, ids[:, 1:], reduction="none").mean(0)
         torch.testing.assert_close(torch.tensor(found[label]["loss"][1:]), losses, atol=1e-4, rtol=1e-4)
 
 
@@ -226,7 +228,7 @@ def test_the_folder_of_another_run_is_refused(folder, finished):
         ({"data": "other.jsonl"}, "line 1 of other.jsonl has no field `text`; it has body"),
         ({"data": "short.jsonl"}, "--data has too little text for one training row of 800 tokens"),
         ({"data": "broken.jsonl"}, "line 2 of broken.jsonl is no JSON object"),
-        ({"held_out": "short.jsonl"}, "--held-out is too short for 1 rows of --to tokens"),
+        ({"held_out": "short.jsonl"}, "--held-out is too short for 4 rows of 1,600 tokens"),
         ({"output": "base"}, "--output base holds other files than those of an extension"),
         ({"targets": ["vlm"]}, "--target 'vlm'"),
         ({"targets": ["llama.cpp"], "converter": "none.py"}, "there is no convert_hf_to_gguf.py at none.py"),

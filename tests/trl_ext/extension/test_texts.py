@@ -16,7 +16,7 @@ def read(tmp_path, documents, to=500, n_rows=1, **more):
         (tmp_path / f"{k}.txt").write_text(document)
     files = tuple(str(tmp_path / f"{k}.txt") for k in range(len(documents)))
     options = ExtendOptions(model="m", to=to, data=files, output="out", **more)
-    return texts.read(FACTS, options, row_length=100, n_rows=n_rows)
+    return texts.read(FACTS, options, row_length=100, measured_length=to, n_rows=n_rows)
 
 
 def test_every_tenth_document_is_held_out(tmp_path):
@@ -48,7 +48,7 @@ def test_the_end_of_the_only_document_is_held_out_where_it_is_long_enough(tmp_pa
 @pytest.mark.parametrize("is_named", [False, True])
 @pytest.mark.parametrize(("n_documents", "n_parts"), [(1, 4), (12, 4), (31, 1)])
 def test_few_long_documents_are_cut_into_parts_for_several_rows(n_documents, n_parts, is_named, tmp_path):
-    """On a GPU four rows are read, and of a text one row is taken."""
+    """Four rows are read, and of a text one row is taken."""
     documents = [f"{k} " * 12000 for k in range(100, 100 + n_documents)]
     if is_named:
         held = documents[::10] if n_documents > 1 else ["other " * 800]
@@ -82,7 +82,7 @@ def test_held_out_files_are_taken_as_they_are(tmp_path):
     (tmp_path / "held.txt").write_text("other " * 300)
     found = read(tmp_path, ["word " * 300], held_out=(str(tmp_path / "held.txt"),))
     assert found.held_out == ["other " * 300] and len(found.train) == 1
-    with pytest.raises(ValueError, match="--held-out is too short for 1 rows of --to tokens"):
+    with pytest.raises(ValueError, match="--held-out is too short for 1 rows of 5,000 tokens"):
         read(tmp_path, ["word " * 300], to=5000, held_out=(str(tmp_path / "held.txt"),))
 
 
