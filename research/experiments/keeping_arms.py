@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trl_ext.rows.row import SKILLS, Kind, shares_with
+from trl_ext.rows.row import SKILLS, shares_with
 
 Options = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ class Arm:
     """
 
     rescale: tuple[str, Options] | None = None
-    shares: Mapping[Kind, float] | None = None
+    shares: Mapping[str, float] | None = None
     rows: Options = field(default_factory=dict)
     row_length: int | None = None
     times: int = 1

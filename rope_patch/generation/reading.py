@@ -134,10 +134,10 @@ class Reader:
             # prompts first, ..., last - 1 are read together from `begin` on, shorter ones with padding behind them
             begin, last, longest = shared[first], first + 1, len(batch[first])
             while last < len(batch):
-                wider, earlier = max(longest, len(batch[last])), min(begin, shared[last])
-                if (last + 1 - first) * (wider - earlier) > together:
+                wider, common = max(longest, len(batch[last])), min(begin, shared[last])
+                if (last + 1 - first) * (wider - common) > together:
                     break
-                begin, last, longest = earlier, last + 1, wider
+                begin, last, longest = common, last + 1, wider
             if begin:
                 rows.copy_prefix(first - 1 if first else len(held) - 1, first, last, begin)
             tokens = pad_sequence([p[begin:-1] for p in batch[first:last]], batch_first=True)

@@ -43,12 +43,12 @@ _RESCALINGS = {
     "yarn": "It reaches as far without training as with much training, but loses more within the window than NTK, "
     "which this model does not support",
 }
-_KINDS = {
+_KINDS: dict[str, str] = {
     "text": "your texts",
     "chats": "chats that it writes itself",
     "own_texts": "texts that it writes itself",
     "questions": "questions about facts hidden in your texts",
-    **{skill: "questions that take skills, such as following a chain or counting" for skill in SKILLS},
+    **dict.fromkeys(SKILLS, "questions that take skills, such as following a chain or counting"),
 }
 _TRAINED = {
     "all": "all weights",

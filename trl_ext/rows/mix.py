@@ -159,7 +159,7 @@ def rows_by_kind(n: int, shares: Mapping[str, float] | None = None) -> dict[Kind
     Raises:
         ValueError: an unknown kind, a weight below 0, or no weight above 0.
     """
-    weights: Mapping[str, float] = {**shares_with("chats")} if shares is None else shares
+    weights = shares_with("chats") if shares is None else shares
     for kind, weight in weights.items():
         if kind not in KINDS:
             raise ValueError(f"shares must be of {', '.join(KINDS)}, got {kind!r}.")

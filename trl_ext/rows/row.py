@@ -12,7 +12,7 @@ ASKING: tuple[Kind, ...] = ("questions", *SKILLS)
 """Kinds of rows that end with questions about their text."""
 
 
-def shares_with(own: Literal["chats", "own_texts"], skills: tuple[Skill, ...] = SKILLS) -> dict[Kind, float]:
+def shares_with(own: Literal["chats", "own_texts"], skills: tuple[Skill, ...] = SKILLS) -> dict[str, float]:
     """Weights of kinds of rows: a third text, a third the model's own, a third questions, which mostly take a skill.
 
     Plain questions take the place of a skill that is left out. With a multiple of 288 rows, of which a quarter is made
