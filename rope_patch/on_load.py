@@ -83,7 +83,7 @@ def _end(patch: _Patch) -> None:
         )
 
 
-class _FromPretrained(classmethod):  # type: ignore[type-arg]
+class _FromPretrained(classmethod):
     """`PreTrainedModel.from_pretrained` with what `_PATCHES` holds when it returns; `original` is what it replaces."""
 
     original: Any

@@ -1,6 +1,8 @@
 """patch_on_load: what a program loads by name is what `patch_model` makes of the loaded model."""
 
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from rope_patch import patch_model, patch_on_load, unpatch_model
+from rope_patch import load_adapter, patch_model, patch_on_load, unpatch_model
 from rope_patch.views import Uniform
 
 YARN = {"method": "yarn", "factor": 4.0}
@@ -217,6 +219,16 @@ def test_a_trainer_that_loads_by_name_trains_as_after_patch_model(patches, folde
     assert torch.equal(saved(ids).logits, by_name.model.eval()(input_ids=ids).logits)
 
 
+def test_an_adapter_that_is_trained_on_it_is_saved_with_its_rope(folder, tmp_path):
+    with patch_on_load(**YARN):
+        run = trainer(tmp_path, SFTTrainer, SFTConfig, model=folder, peft_config=LoraConfig(task_type="CAUSAL_LM"))
+    run.train()
+    run.save_model()
+    reloaded, ids = load_adapter(load(folder), tmp_path), tokens(2, 2 * WINDOW)
+    with torch.no_grad():
+        assert torch.equal(reloaded(ids).logits, run.model.eval()(input_ids=ids).logits)
+
+
 def test_a_reference_model_that_is_loaded_too_is_in_step(folder, tmp_path):
     pairs = Dataset.from_list([{"prompt": "w5 w6 ", "chosen": f"w{i} w7 w8", "rejected": f"w9 w{i}"} for i in range(8)])
     with patch_on_load(**YARN), patch_on_load(**SKIP):
@@ -227,13 +239,11 @@ def test_a_reference_model_that_is_loaded_too_is_in_step(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_of_trl_trains_what_it_loads_by_name(folder, tmp_path):
+def test_the_script_of_the_page_trains_what_it_loads_by_name(folder, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "other_trainers.md").read_text()
     script, data, out = tmp_path / "yarn_sft.py", tmp_path / "data", tmp_path / "out"
+    script.write_text(re.search(r"```python\n(# yarn_sft\.py\n.*?)```", page, re.DOTALL)[1])
     documents().to_json(data / "train.jsonl")
-    script.write_text(
-        "import runpy\nfrom rope_patch import patch_on_load\npatch_on_load('yarn', factor=4.0)\n"
-        "runpy.run_module('trl.scripts.sft', run_name='__main__')\n"
-    )
     arguments = {
         "model_name_or_path": folder, "dataset_name": data, "output_dir": out, "max_steps": 2, "use_cpu": True,
         "bf16": False, "report_to": "none", "eval_strategy": "no", "dtype": "float32",
