@@ -1,9 +1,10 @@
 """Patch each model that a program loads by name, for programs that have no line between loading and training."""
 
+import copy
 import functools
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -21,12 +22,12 @@ logger = logging.get_logger(__name__)
 
 @dataclass(eq=False)
 class _Patch:
-    """The arguments of one `patch_on_load` that is in force, and how many models it has patched."""
+    """The arguments of one `patch_on_load` that is in force, and the RoPE of each model that it has patched."""
 
     method: View | Rescaling
     seed: int
     when: When
-    n_models: int = 0
+    ropes: list[Any] = field(default_factory=list)
 
 
 _PATCHES: list[_Patch] = []  # in force, oldest first
@@ -39,7 +40,8 @@ def patch_on_load(method: str | View | Rescaling, *, seed: int = 0, when: When =
     For programs that load a model by name and train it at once: TRL's scripts, LLaMA-Factory, ms-swift, Lightning
     scripts. The call wraps `PreTrainedModel.from_pretrained`, which every class of Transformers goes through, Auto
     classes and pipelines too. All causal LMs are patched, so a teacher or reference that the program loads by name is
-    rescaled as well. Several calls add up as those of `patch_model` do: a rescaling and a view are both applied.
+    rescaled as well. Several calls add up as those of `patch_model` do: a rescaling and a view are both applied. A
+    checkpoint that the program saves and loads again in the same process is not rescaled again.
 
     Models that generate no text from their own decoder, such as encoders, classifiers and reward models, are left
     alone with a warning, because programs load them beside the model that they train. A causal LM that `patch_model`
@@ -76,7 +78,7 @@ def _end(patch: _Patch) -> None:
         # another library may have wrapped ours since: it stays then, and patches nothing
         if not _PATCHES and isinstance(now, _FromPretrained):
             PreTrainedModel.from_pretrained = now.original  # type: ignore[method-assign]
-    if not patch.n_models:
+    if not patch.ropes:
         logger.warning(
             f"patch_on_load({patch.method.name!r}) has patched no model: none was loaded by from_pretrained after the "
             "call. Call it before the program loads its model, or patch the loaded model with patch_model."
@@ -115,11 +117,22 @@ def _patch_loaded(
             "from their own decoder. If it is the one to train, patch it with patch_model."
         )
         return
+    rescalings = [patch for patch in patches if isinstance(patch.method, Rescaling)]
+    decoder = find_decoder(model)
+    # what was patched here, saved and is loaded again is rescaled already: `pi` twice would be a factor of 16 for 4
+    is_own = any(_rope_of(decoder) in patch.ropes for patch in rescalings)
     for patch in patches:
-        patch_model(model, patch.method, seed=patch.seed, when=patch.when)
-        patch.n_models += 1
-    state = state_of(find_decoder(model))
+        if not (is_own and patch in rescalings):
+            patch_model(model, patch.method, seed=patch.seed, when=patch.when)
+    for patch in patches:
+        patch.ropes.append(_rope_of(decoder))
+    state = state_of(decoder)
     if state is not None and getattr(model, "_hf_peft_config_loaded", False):  # the adapter came before the patch
         adapter_kwargs = kwargs.get("adapter_kwargs") or {}
         folder = adapter_kwargs.get("_adapter_model_path") or kwargs.get("pretrained_model_name_or_path", name)
         require_rope_of_load(folder, {**kwargs, **adapter_kwargs}, state)
+
+
+def _rope_of(decoder: Any) -> Any:
+    """What a checkpoint says of its RoPE."""
+    return copy.deepcopy((decoder.config.rope_parameters, getattr(decoder.config, "max_position_embeddings", None)))

@@ -90,6 +90,17 @@ def test_calls_add_up_and_end_in_any_order(folder):
     assert torch.equal(unpatch_model(both)(ids).logits, tiny(**SHAPE).train()(ids).logits)
 
 
+@pytest.mark.parametrize("method", ["pi", "ntk", "yarn"])
+def test_what_the_program_saves_and_loads_again_is_not_rescaled_again(method, folder, tmp_path):
+    with patch_on_load(method, factor=4.0):
+        load(folder).save_pretrained(tmp_path)
+        again = load(tmp_path)
+        assert load(folder).config.rope_parameters == again.config.rope_parameters, "the base model is, each time"
+    right = patch_model(load(folder), method, factor=4.0)
+    assert again.config.rope_parameters == right.config.rope_parameters
+    assert torch.equal(again.model.rotary_emb.inv_freq, right.model.rotary_emb.inv_freq)
+
+
 def test_it_ends_with_its_block_when_a_load_fails(folder, tmp_path):
     with pytest.raises(ValueError, match="Unrecognized model"), patch_on_load(**YARN):
         model = load(folder)
