@@ -14,6 +14,8 @@ from support.training import documents, logged, tokenizer, trainer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
     BitsAndBytesConfig,
@@ -163,6 +165,11 @@ HELPERS = {
     "an encoder": lambda: BertForSequenceClassification(
         BertConfig(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     ),
+    "an encoder-decoder": lambda: BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=101, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48, decoder_ffn_dim=48
+        )
+    ),
     "a reward model": lambda: AutoModelForSequenceClassification.from_config(
         LlamaConfig(
             vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=8
@@ -173,9 +180,10 @@ HELPERS = {
 
 @pytest.mark.parametrize("kind", HELPERS)
 def test_a_model_beside_the_one_to_train_is_left_alone(kind, folder, tmp_path, caplog):
-    HELPERS[kind]().save_pretrained(tmp_path)
+    made = HELPERS[kind]()
+    made.save_pretrained(tmp_path)
     with patch_on_load(**YARN):
-        helper = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+        helper = type(made).from_pretrained(tmp_path)
         assert load(folder).config.rope_parameters["factor"] == 4.0
     assert f"{type(helper).__name__} was loaded and is not patched" in caplog.text
     assert "factor" not in str(getattr(helper.config, "rope_parameters", None))
