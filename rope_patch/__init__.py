@@ -7,6 +7,7 @@ from .describe import describe
 from .export import export
 from .loading import load_adapter
 from .methods import list_methods
+from .on_load import patch_on_load
 from .patch import native_rope, patch_model, rope_view, unpatch_model
 from .rescalings import RESCALINGS
 from .version import __version__
@@ -26,6 +27,7 @@ __all__ = [
     "load_adapter",
     "native_rope",
     "patch_model",
+    "patch_on_load",
     "rope_view",
     "string_positions",
     "unpatch_model",

@@ -75,6 +75,18 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
             f"model and method are swapped: the model comes first, as in patch_model(model, {model!r}); got a "
             f"{type(method).__name__} as method."
         )
+    chosen = checked_method(method, options, seed=seed, when=when)
+    decoder = find_decoder(model)
+    if _NATIVE_WITHOUT_PATCH.get(decoder):
+        raise ValueError(inside_native_rope("patch_model"))
+    with _normal_tensors():
+        return _patched(model, decoder, chosen, seed, when)
+
+
+def checked_method(
+    method: str | View | Rescaling, options: dict[str, Any], *, seed: int, when: When
+) -> View | Rescaling:
+    """The view or rescaling that these arguments of `patch_model` name; ValueError if they do not go together."""
     chosen = resolve_method(method, options)
     if when not in get_args(When):
         raise ValueError(f"when must be one of {get_args(When)}, got {when!r}.")
@@ -82,11 +94,7 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
         raise ValueError(
             f"seed and when are arguments of views; rescaling {chosen.name!r} takes neither: leave them out."
         )
-    decoder = find_decoder(model)
-    if _NATIVE_WITHOUT_PATCH.get(decoder):
-        raise ValueError(inside_native_rope("patch_model"))
-    with _normal_tensors():
-        return _patched(model, decoder, chosen, seed, when)
+    return chosen
 
 
 def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed: int, when: When) -> M:

@@ -31,12 +31,17 @@ _OF_HUB = ("revision", "cache_dir", "token")
 def require_rope_of_loads(state: RopeState) -> None:
     """Raise ValueError if an adapter is being loaded that was trained with other RoPE parameters than `state` has."""
     for model_id, hub_options in _loads_in_progress():
-        subfolder = hub_options.get("subfolder") or ""
-        folder: Path | None = Path(model_id, subfolder)
-        if not Path(model_id, subfolder, _CONFIG).is_file():
-            folder = _from_hub(str(model_id), subfolder, {name: hub_options.get(name) for name in _OF_HUB})
-        if folder is not None:
-            require_rope_of_adapter(folder, state)
+        require_rope_of_load(model_id, hub_options, state)
+
+
+def require_rope_of_load(model_id: str | os.PathLike[str], hub_options: dict[str, Any], state: RopeState) -> None:
+    """The same for the adapter of one folder or repository; `hub_options` are the arguments that it is loaded with."""
+    subfolder = hub_options.get("subfolder") or ""
+    folder: Path | None = Path(model_id, subfolder)
+    if not Path(model_id, subfolder, _CONFIG).is_file():
+        folder = _from_hub(str(model_id), subfolder, {name: hub_options.get(name) for name in _OF_HUB})
+    if folder is not None:
+        require_rope_of_adapter(folder, state)
 
 
 def _loads_in_progress() -> Iterator[tuple[str | os.PathLike[str], dict[str, Any]]]:
