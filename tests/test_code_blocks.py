@@ -31,10 +31,13 @@ from sybil.parsers.markdown.lexers import FENCE, RawFencedCodeBlockLexer
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig
 
-from rope_patch.base.plugins import GROUPS
+from rope_patch.eval import MEASURES
+from rope_patch.rescalings import RESCALINGS
+from rope_patch.views import VIEWS
 from trl_ext import RopeSFTConfig
 from trl_ext.cli.console import _parser
 from trl_ext.cli.model_spec import ModelSpec
+from trl_ext.objectives import OBJECTIVES
 from trl_ext.recipes.launching import Launch, config_names
 from trl_ext.recipes.stages import FIELDS
 
@@ -263,7 +266,7 @@ def check_recipe(example):
 
 def check_entry_points(example):
     declared = tomllib.loads(example.parsed)["project"]["entry-points"]
-    assert declared and set(declared) <= set(GROUPS)
+    assert declared and set(declared) <= {kind.group for kind in (VIEWS, RESCALINGS, OBJECTIVES, MEASURES)}
 
 
 def refuse(example):
