@@ -82,9 +82,9 @@ def test_the_report_has_all_that_is_said_of_the_measures_of_this_package(asked, 
     found = regressions(results)
     assert verdict(found)[:2] == [f"Won:  two-hop at {n}: the score is 100 %, native 0 %." for n in (300, 400)]
     assert verdict(found)[-1].startswith("With 8 prompts a length, changes of less than about 75 percentage points")
-    # all eight went from wrong to right: the share that would not may be 1 - .025^(1/8), by Clopper and Pearson
+    # all eight went from wrong to right: a share of 1 - .025^(1/8) may go the other way, by Clopper and Pearson
     assert [(cell.n, cell.p, cell.high) for cell in found.above] == [(8, 2 / 2**8, 1)] * 2
-    assert found.above[0].low == pytest.approx(0.025 ** (1 / 8))
+    assert found.above[0].low == pytest.approx(1 - 2 * (1 - 0.025 ** (1 / 8)))
 
 
 def test_what_was_asked_is_stored_by_its_prompts(asked, tmp_path):
