@@ -30,7 +30,7 @@ from .measures.short_text import SHORT
 from .measures.subject import Subject
 from .measures.view_kl import VIEW_KL
 from .measures.vllm_backend import check_vllm, vllm_version
-from .results.cache import Remember, ResultCache, data_hash, files_hash, model_hash
+from .results.cache import Remember, ResultCache, afresh, data_hash, files_hash, model_hash
 from .results.progress import tell
 from .results.result import Result
 from .results.tokenizer_identity import tokenizer_hash
@@ -268,8 +268,8 @@ def run_suite(
         del model
         for measure in plan.chosen:
             job.name = name = measure.name
-            measured = lambda measure=measure, job=job: measure.run(job).to_dict()  # type: ignore[misc]  # noqa: E731
-            value = stored.get(keys[name], measured) if measure.whole else measured()
+            keep = stored.get if measure.whole else afresh
+            value = keep(keys[name], lambda measure=measure, job=job: measure.run(job).to_dict())  # type: ignore[misc]
             result = measure.result.from_dict(value).over_window(window)
             if name not in printed:
                 for figure, number in result.headline().items():

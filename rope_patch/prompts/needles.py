@@ -158,8 +158,8 @@ def make_prompt(
         len(tail_of(_question(k, about, wording))) + reply_tokens(k, n_needles) for k, about in _alike(kind, needles)
     )
     shared = max(budget + len(tail) + reply_tokens(kind, n_needles) - longest, 1)
-    text, starts = _hidden(tokenizer, haystack[:budget], pieces, depths, shared)
-    ids, position = [*frame.begin, *text, *tail], len(frame.begin) + starts[needles.at_depth]
+    body, starts = _hidden(tokenizer, haystack[:budget], pieces, depths, shared)
+    ids, position = [*frame.begin, *body, *tail], len(frame.begin) + starts[needles.at_depth]
     answer_ids: list[list[int]] = []
     before = beginning
     for answer in answers:

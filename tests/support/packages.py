@@ -17,6 +17,7 @@ def lay_out(folder, module, code, **entries):
         code: of the module.
         **entries: group without "rope_patch." -> names that the module registers.
     """
+    folder.mkdir(exist_ok=True)
     (folder / f"{module}.py").write_text(code)
     about = folder / f"{module}-1.0.dist-info"
     about.mkdir()

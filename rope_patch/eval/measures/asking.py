@@ -128,19 +128,23 @@ def asking(
     def run(job: Job) -> Answers:
         result = Answers(name, [], [], [])
         for n, of_length in asked(job.plan, job.tokenizer, job.texts).items():
-            key = {"length": n, "prompts": data_hash([(list(p.ids), p.answers) for p in of_length])}
-            stored = job.remember(key, partial(_measured, job, of_length, n, new_tokens))
+            hashed = data_hash([(list(p.ids), p.answers) for p in of_length])
+            measure = partial(_measured, job, of_length, n, new_tokens)
+            stored = job.remember({"length": n, "prompts": hashed, "new_tokens": new_tokens}, measure)
             result.lengths.append(n)
             result.by_prompt.append(stored["scores"])
-            result.prompt_hashes.append(key["prompts"])
+            result.prompt_hashes.append(hashed)
             result.replies.extend(stored["replies"])
         return result
+
+    def check(plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
+        asked(plan, tokenizer, texts)
 
     return Measure(
         name=name,
         result=Answers,
         run=run,
-        check=lambda plan, tokenizer, texts: asked(plan, tokenizer, texts) and None,
+        check=check,
         whole=False,
         settings=settings,
         **{"asks": True, **declared},

@@ -46,7 +46,6 @@ DECLARED = {"views": ["twice-as-far"], "rescalings": ["half-speed"]}
 
 @pytest.fixture
 def others(tmp_path):
-    (tmp_path / "site").mkdir()
     with installed(tmp_path / "site", "of_others", CODE, **DECLARED):
         yield
 

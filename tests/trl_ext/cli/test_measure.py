@@ -147,7 +147,6 @@ def test_the_help_of_eval_explains_measures_and_settings(capsys):
 
 def test_a_measure_of_another_package_has_its_flags(folder, capsys):
     code = Path(__file__).parents[2].joinpath("support/two_hop.py").read_text()
-    (folder / "site").mkdir()
     with installed(folder / "site", "of_two_hop", code, measures=["two-hop"]):
         with pytest.raises(SystemExit):
             cli.main(["eval", "--help"])

@@ -21,7 +21,6 @@ PLAN = {"measures": ("two-hop",), "length": 500, "lengths": (300, 400), "trials"
 
 @pytest.fixture(autouse=True)
 def two_hop(tmp_path):
-    (tmp_path / "site").mkdir()
     with installed(tmp_path / "site", "of_two_hop", CODE, measures=["two-hop"]):
         yield
 
