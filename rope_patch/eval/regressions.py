@@ -195,8 +195,8 @@ class Regressions:
 def regressions(results: Mapping[str, Mapping[str, Result]], *, window: int | None = None) -> Regressions:
     """Compare each model with the baseline, in each measure and at each length.
 
-    The baseline is the model labelled "native", or else the first. Retrieval, RULER, short text and lm-eval's tasks are
-    compared prompt by prompt, losses row by row. Other measures are left out, and so are results without single scores.
+    The baseline is the model labelled "native", or else the first. Each measure is compared by the `pairs` of its
+    results: answers prompt by prompt, losses row by row. Results without pairs are left out.
     Models whose labels differ only in a number after #, as "ours#1" and "ours#2", are compared as one, by their mean.
 
     Args:

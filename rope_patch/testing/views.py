@@ -161,7 +161,7 @@ def drawn(view: View, batch: dict[str, Any], first: int = 0, step: int = 0, prog
     source.clock.set(step, first, progress)
     ids = batch["input_ids"]
     positions, mask = batch["position_ids"], batch["attention_mask"]
-    return source.bind(Batch(*ids.shape, ids.device, positions, mask, 0, True, ids))
+    return source.bind(Batch(len(ids), ids.shape[1], ids.device, positions, mask, 0, True, ids))
 
 
 def moved(
