@@ -157,13 +157,12 @@ class LossByPosition(Result):
         return self.bins([FIRST_POSITION, *range(FIRST_POSITION + step, self.seq_len, step), self.seq_len])
 
     def figures(self, window: int | None) -> list[tuple[str, str, float]]:
-        if window is None or window + 1 >= self.seq_len:
-            return super().figures(window)
-        inside, cliff = self.in_window(window), self.cliff(window)
-        return [
-            (f"loss to position {window:,}, in nats", "%.3f", inside),
-            (f"loss from there to {self.seq_len:,}", "%.3f", inside + cliff),
-        ]
+        end = min(window or self.seq_len, self.seq_len)
+        inside = self.in_window(end)
+        losses = [(f"loss to position {end:,}, in nats", "%.3f", inside)]
+        if end + 1 < self.seq_len:
+            losses.append((f"loss from there to {self.seq_len:,}", "%.3f", inside + self.cliff(end)))
+        return losses
 
     def over_window(self, window: int | None) -> Self:
         return replace(self, window=window)

@@ -88,4 +88,4 @@ def test_the_table_has_a_row_for_each_figure():
         "loss from there to 4,096": {"b": "2.000"},
     }
     within = figure_rows({"cliff": {"b": losses(2.0).over_window(8192)}}, 8192)
-    assert within == {"loss (nats per token)": {"b": "2.000"}}, "rows that end within the window"
+    assert within == {"loss to position 4,096, in nats": {"b": "2.000"}}, "rows that end within the window"
