@@ -13,7 +13,7 @@ __all__ = ["find_view", "list_methods", "resolve_method", "resolve_rescaling", "
 
 def list_methods() -> list[str]:
     """Names that `patch_model` accepts: the rescalings, then the views."""
-    return [*sorted(RESCALINGS), *sorted(VIEWS)]
+    return [*RESCALINGS.names(), *VIEWS.names()]
 
 
 def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | None = None) -> View | Rescaling:
@@ -22,7 +22,9 @@ def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | Non
     Raises:
         ValueError: unknown name or option, a required option that is missing, or a value out of its range.
     """
-    resolved = resolve("method", {**RESCALINGS, **VIEWS}, (View, Rescaling), method, with_laws(options or {}))
+    both = {**dict.fromkeys(list_methods()), **RESCALINGS, **VIEWS}
+    known = next((names for names in (RESCALINGS, VIEWS) if isinstance(method, str) and method in names), both)
+    resolved = resolve("method", known, (View, Rescaling), method, with_laws(options or {}))
     assert isinstance(resolved, View | Rescaling)
     return resolved
 

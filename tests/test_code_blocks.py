@@ -31,13 +31,17 @@ from sybil.parsers.markdown.lexers import FENCE, RawFencedCodeBlockLexer
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig
 
-from rope_patch.base.plugins import GROUPS
+from rope_patch.eval import MEASURES
+from rope_patch.rescalings import RESCALINGS
+from rope_patch.views import VIEWS
 from trl_ext import RopeSFTConfig
 from trl_ext.cli.console import _parser
 from trl_ext.cli.model_spec import ModelSpec
+from trl_ext.objectives import OBJECTIVES
 from trl_ext.recipes.launching import Launch, config_names
 from trl_ext.recipes.stages import FIELDS
 
+REGISTRIES = VIEWS, RESCALINGS, OBJECTIVES, MEASURES
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["benchmarks", "docs", "examples", "kernels", "research", "tests"]
 PAGES = [
@@ -264,7 +268,7 @@ def check_recipe(example):
 
 def check_entry_points(example):
     declared = tomllib.loads(example.parsed)["project"]["entry-points"]
-    assert declared and set(declared) <= set(GROUPS)
+    assert declared and set(declared) <= {kind.group for kind in REGISTRIES}
 
 
 def refuse(example):
@@ -317,12 +321,9 @@ def workplace(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def views_and_rescalings():
+def registries():
     """Put back after the test, without what a page registers."""
-    from rope_patch.rescalings import RESCALINGS
-    from rope_patch.views import VIEWS
-
-    before = [(registry, dict(registry)) for registry in (VIEWS, RESCALINGS)]
+    before = [(registry, dict(registry)) for registry in REGISTRIES]
     yield
     for registry, entries in before:
         for name in set(registry) - set(entries):
@@ -334,7 +335,7 @@ def views_and_rescalings():
     [page for page in sorted(PAGES) if FENCE.search(page.read_text())],
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
-def test_code_blocks_of_the_page(page, workplace, views_and_rescalings):
+def test_code_blocks_of_the_page(page, workplace, registries):
     judge(Sybil([blocks, SkipParser()]).parse(page))
 
 
@@ -351,7 +352,7 @@ def as_page(notebook):
 
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "examples/notebooks").glob("*.ipynb")), ids=lambda file: file.stem)
-def test_cells_of_the_notebook(notebook, workplace, views_and_rescalings, monkeypatch):
+def test_cells_of_the_notebook(notebook, workplace, registries, monkeypatch):
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
     page = workplace / f"{notebook.stem}.md"
     page.write_text(as_page(notebook))

@@ -30,6 +30,11 @@ _PART_OF_LOSS = re.compile(r"(.*_)?(ce|kl)|(eval_)?(.*_)?(relation|hidden)/\w+")
 """Metrics of evaluations that are parts of a loss, of named sets too."""
 
 
+def _helped(name: str) -> str:
+    """An objective in the help of `--objective`: without its clause if it is of a package that is not imported yet."""
+    return f"{name!r} {OBJECTIVES[name].help}" if name in [*OBJECTIVES] else repr(name)
+
+
 @dataclass
 class RopeSFTConfig(SFTConfig):
     """Configuration of [`RopeSFTTrainer`]: everything of [`~trl.SFTConfig`], and what follows.
@@ -98,14 +103,14 @@ class RopeSFTConfig(SFTConfig):
     )
     rescale: str | None = field(
         default=None,
-        metadata={"help": f"Rescaling of the RoPE frequencies: {', '.join(sorted(RESCALINGS))}."},
+        metadata={"help": f"Rescaling of the RoPE frequencies: {', '.join(RESCALINGS.names())}."},
     )
     rescale_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rescaling as a JSON object, e.g. '{\"factor\": 4.0}'."}
     )
     objective: str = field(
         default="clm",
-        metadata={"help": f"Loss: {'; '.join(f'{name!r} {kind.help}' for name, kind in sorted(OBJECTIVES.items()))}."},
+        metadata={"help": f"Loss: {'; '.join(map(_helped, OBJECTIVES.names()))}."},
     )
     objective_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the objective as a JSON object, e.g. '{\"kl_weight\": 0.5}'."}

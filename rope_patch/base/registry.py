@@ -1,38 +1,87 @@
-"""Views, rescalings and objectives by name."""
+"""Views, rescalings, objectives and measures by name, those of other installed packages too."""
 
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, NoReturn, TypeVar
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from transformers.utils import logging
 
 from .not_here import NOT_HERE
+
+logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
 _MOST_LISTED = 30  # names in an error; the fields of a trainer's config would fill a page
 
 
 class Registry(dict[str, Any]):
-    """Name -> class: a dict that refuses a name twice and suggests the nearest name for an unknown one."""
+    """Name -> class, or object: a dict that refuses a name twice and suggests the nearest name for an unknown one.
+
+    An installed package declares a name as an entry point of the group `rope_patch.views`, `.rescalings`, `.objectives`
+    or `.measures`. Its module registers the name, and is imported when the name is first looked up.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.group = f"rope_patch.{kind}s"
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Decorator that adds a class under `name` and sets its attribute `name`."""
 
         def add(cls: type[T]) -> type[T]:
-            if name in self:
-                raise ValueError(f"{self.kind} {name!r} is already registered, as {self[name].__qualname__}.")
-            self[name] = cls
+            self.add(name, cls)
             cls.name = name  # type: ignore[attr-defined]
             return cls
 
         return add
 
-    def __missing__(self, name: str) -> NoReturn:
+    def add(self, name: str, value: object) -> None:
+        """Add a class or an object; ValueError if there is one of this name."""
+        if super().__contains__(name):
+            raise ValueError(
+                f"{self.kind} {name!r} is already registered, as {getattr(self[name], '__qualname__', self[name])}."
+            )
+        self[name] = value
+
+    def names(self) -> list[str]:
+        """All names, sorted, without importing those of other packages."""
+        return sorted({*self, *entry_points(group=self.group).names})
+
+    def load_all(self) -> None:
+        """Import what other packages declare; one that fails gives a warning, so that the others can be listed."""
+        for name in entry_points(group=self.group).names:
+            try:
+                self._load(name)
+            except ValueError as error:
+                logger.warning(str(error))
+
+    def __contains__(self, name: object) -> bool:
+        if not super().__contains__(name) and isinstance(name, str):
+            self._load(name)
+        return super().__contains__(name)
+
+    def __missing__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
         raise unknown_method(self.kind, name, self)
+
+    def _load(self, name: str) -> None:
+        """Import the entry points of this name.
+
+        Raises:
+            ValueError: the import fails, or registers no such name.
+        """
+        for entry in entry_points(group=self.group, name=name):
+            try:
+                entry.load()
+            except Exception as error:  # an import can raise anything
+                raise ValueError(f"{self.kind} {name!r} of {entry.value} cannot be loaded: {error}") from error
+            if not super().__contains__(name):
+                raise ValueError(f"{entry.value} of entry point {name!r} registers no {self.kind} of that name.")
 
 
 # here, so that a view that is made of others can look up both without importing rescalings
@@ -68,9 +117,10 @@ def unknown_method(kind: str, name: object, known: Mapping[str, Any]) -> ValueEr
     It answers names that others use: with ours, or with what comes nearest to a method that is not here.
     """
     typed = _bare(name) if isinstance(name, str) else ""
+    names = known.names() if isinstance(known, Registry) else known
     same = [ours for ours, method in known.items() if typed in map(_bare, (ours, *getattr(method, "synonyms", ())))]
     nearest = next((answer for names, answer in NOT_HERE.items() if typed in map(_bare, names.split())), "")
-    return unknown(kind, name, known, answer=_did_you_mean(*same) or nearest)
+    return unknown(kind, name, names, answer=_did_you_mean(*same) or nearest)
 
 
 def _bare(name: str) -> str:
@@ -81,8 +131,8 @@ def _bare(name: str) -> str:
 def refuse_name_of(others: Registry, known: Registry, method: object) -> None:
     """Raise ValueError if `method`, a name or an instance, is in `others` instead of `known`."""
     name = method if isinstance(method, str) else getattr(method, "name", None)
-    if name in others:
-        raise ValueError(f"{name!r} is a {others.kind}; a {known.kind} is one of {', '.join(sorted(known))}.")
+    if name not in known and name in others:
+        raise ValueError(f"{name!r} is a {others.kind}; a {known.kind} is one of {', '.join(known.names())}.")
 
 
 def require_known(kind: str, known: Mapping[str, Any], method: object) -> None:

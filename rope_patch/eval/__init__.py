@@ -5,6 +5,7 @@ Import from this package; no other room of `rope_patch` does.
 
 from ..prompts.text import read_texts, standard_library_files, text_rows
 from .measures.answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
+from .measures.asking import Answers, Prompt, asking
 from .measures.attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
 from .measures.base import Job, Measure
 from .measures.comparisons import in_distribution_penalty, recovery_ratio
@@ -27,6 +28,7 @@ from .verdict import verdict
 __all__ = [
     "MEASURES",
     "AnswerPositionAccuracy",
+    "Answers",
     "AttentionDistance",
     "Cell",
     "ContextGain",
@@ -38,6 +40,7 @@ __all__ = [
     "Measure",
     "Pairs",
     "ProbeResult",
+    "Prompt",
     "Regressions",
     "Result",
     "RetrievalGrid",
@@ -45,6 +48,7 @@ __all__ = [
     "ShortText",
     "ViewKL",
     "accuracy_by_answer_position",
+    "asking",
     "attention_distance",
     "context_gain",
     "entropy_ratio",

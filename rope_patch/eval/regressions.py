@@ -7,7 +7,6 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from .measures.comparisons import baseline_first, runs_of_methods
-from .measures.loss_by_position import ONE_ROW
 from .results.json_values import json_values
 from .results.paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, over_runs, paired_interval
 from .results.result import Pairs, Result
@@ -35,6 +34,8 @@ class Cell:
         different: number of pairs with a difference.
         higher_is_better: False for losses.
         runs: number of trained models whose mean this is.
+        sentence: as in `Pairs`.
+        note: as in `Pairs`.
     """
 
     label: str
@@ -51,6 +52,8 @@ class Cell:
     different: int
     higher_is_better: bool
     runs: int = 1
+    sentence: str = ""
+    note: str = ""
 
     @property
     def difference(self) -> float:
@@ -74,11 +77,6 @@ class Cell:
         if not beyond_noise:
             return "same"
         return "above" if (self.difference > 0) == self.higher_is_better else "below"
-
-    @property
-    def is_of_one_text(self) -> bool:
-        """Whether it is a loss on a single row, which says nothing about other texts."""
-        return self.unit == ONE_ROW
 
     @property
     def is_finite(self) -> bool:
@@ -105,6 +103,7 @@ class Cell:
     def to_dict(self) -> dict[str, Any]:
         """JSON values, with None for NaN and infinity."""
         values: dict[str, Any] = json_values({**asdict(self), "difference": self.difference})
+        del values["sentence"], values["note"]  # `verdict` has them
         return {**values, "outcome": self.outcome}
 
 
@@ -173,11 +172,6 @@ class Regressions:
             )
         for unit in sorted({c.unit for c in cells}):
             sentences += _unseen([c for c in cells if c.unit == unit and c.is_finite], unit)
-        if any(c.is_of_one_text for c in cells):
-            sentences.append(
-                "Losses were measured on one row, which is one text: what is lost or won in them holds for this text "
-                "only. Several rows show how much texts differ."
-            )
         return sentences
 
     def _where(self, cells: Sequence[Cell]) -> str:
@@ -201,8 +195,8 @@ class Regressions:
 def regressions(results: Mapping[str, Mapping[str, Result]], *, window: int | None = None) -> Regressions:
     """Compare each model with the baseline, in each measure and at each length.
 
-    The baseline is the model labelled "native", or else the first. Retrieval, RULER, short text and lm-eval's tasks are
-    compared prompt by prompt, losses row by row. Other measures are left out, and so are results without single scores.
+    The baseline is the model labelled "native", or else the first. Each measure is compared by the `pairs` of its
+    results: answers prompt by prompt, losses row by row. Results without pairs are left out.
     Models whose labels differ only in a number after #, as "ours#1" and "ours#2", are compared as one, by their mean.
 
     Args:
@@ -294,6 +288,8 @@ def _cell(label: str, measure: str, runs: Sequence[Pairs]) -> Cell:
         sum(d != 0 for d in differences),
         pairs.interval is None,
         len(runs),
+        pairs.sentence,
+        pairs.note,
     )
 
 

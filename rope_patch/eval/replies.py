@@ -6,7 +6,6 @@ from typing import Any
 
 from .regressions import Regressions
 from .results.result import Result
-from .verdict import NUMBERS
 
 _CHARACTERS = 400  # of a reply that the page shows
 
@@ -45,11 +44,11 @@ def shown_replies(
 
 
 def longest_question(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any] | None:
-    """One of the longest prompts about a number, with each model's answer, as in `shown_replies`; None without one.
+    """One of the longest prompts of the first measure that has lengths, with the answers, as in `shown_replies`.
 
-    It is the first that not all models answer equally well, or else the first.
+    It is the first that not all models answer equally well, or else the first; None without one.
     """
-    asked = {cell: prompts for cell, prompts in _asked(results).items() if cell[0] in NUMBERS}
+    asked = {cell: prompts for cell, prompts in _asked(results).items() if cell[1] is not None}
     if not asked:
         return None
     first = next(iter(asked))[0]  # the measure that comes first

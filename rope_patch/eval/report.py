@@ -59,7 +59,7 @@ def write_report(
     results = _comparable(results)
     compared = regressions(results, window=window)
     # files of an earlier report: those of measures that are not in this one would stay and be out of date
-    for name in {*MEASURES, *results}:
+    for name in {*MEASURES.names(), *results}:
         for file in (f"figures/{name}.png", f"figures/{name}.svg", f"tables/{name}.csv", _CELLS):
             (folder / file).unlink(missing_ok=True)
     sections = []
@@ -204,11 +204,10 @@ def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:
     """Write the tables of all models, with the baseline's figure and the difference from it in each row."""
     (first, first_result), *_ = by_label.items()
     column = first_result.column
-    measured = {column, "teacher_forced", "count", "prompts", "samples", "left_out"}
 
     def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What identifies a row: length, depth, task and so on."""
-        return tuple(value for name, value in row.items() if name not in measured)
+        """What a row is about: length, depth, task and so on."""
+        return tuple(row.values())[: list(row).index(column)]
 
     baseline = {key(row): row[column] for row in first_result.table()}
     rows = []

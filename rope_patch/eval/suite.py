@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..base.registry import Registry
+from ..base.registry import Registry, unknown
 from ..describe import describe
 from ..layout.special_tokens import SpecialTokens
 from ..prompts.asking import ChatTemplate, uses_chat_template
@@ -30,17 +30,15 @@ from .measures.short_text import SHORT
 from .measures.subject import Subject
 from .measures.view_kl import VIEW_KL
 from .measures.vllm_backend import check_vllm, vllm_version
-from .results.cache import Remember, ResultCache, data_hash, files_hash, model_hash
+from .results.cache import Remember, ResultCache, afresh, data_hash, files_hash, model_hash
 from .results.progress import tell
 from .results.result import Result
 from .results.tokenizer_identity import tokenizer_hash
 
-MEASURES: dict[str, Measure] = Registry("measure")
+MEASURES = Registry("measure")
 """Name -> measure, in the order in which they run."""
-MEASURES |= {
-    measure.name: measure
-    for measure in (CLIFF, GAIN, *RETRIEVAL, POSITION, RULER, SHORT, LM_EVAL, ATTENTION, ENTROPY, VIEW_KL)
-}
+for _measure in (CLIFF, GAIN, *RETRIEVAL, POSITION, RULER, SHORT, LM_EVAL, ATTENTION, ENTROPY, VIEW_KL):
+    MEASURES.add(_measure.name, _measure)
 
 Backend = Literal["transformers", "vllm"]
 
@@ -85,6 +83,7 @@ class EvalPlan:
         backend: what answers retrieval prompts; default: transformers. vllm has to be installed, and takes checkpoints
             without adapters or rescaling after loading. Its first answers are compared with Transformers', which
             measures everything else.
+        options: values of options that measures of other packages declare, by name; default: theirs.
     """
 
     measures: tuple[str, ...]
@@ -110,9 +109,14 @@ class EvalPlan:
     chat_template: ChatTemplate = "auto"
     window: int | None = None
     backend: Backend = "transformers"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _ = self.chosen  # raises for an unknown name
+        own = {name: of.get("default") for measure in self.chosen for name, of in measure.options.items()}
+        for name in self.options:
+            if name not in own:
+                raise unknown("option", name, own, of=f"measures {', '.join(self.measures)}")
+        object.__setattr__(self, "options", {**own, **self.options})
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
 
@@ -190,7 +194,12 @@ def run_suite(
     # the key holds the template itself, because "auto" may find another one next time
     chat = str(tokenizer.chat_template) if uses_chat_template(tokenizer, plan.chat_template) else None
     by_vllm = plan.backend == "vllm"
-    settings = {**asdict(plan), "chat_template": chat, "backend": f"vllm {vllm_version()}" if by_vllm else plan.backend}
+    settings = {
+        **asdict(plan),
+        **plan.options,
+        "chat_template": chat,
+        "backend": f"vllm {vllm_version()}" if by_vllm else plan.backend,
+    }
     # results depend on the contents of files, not on their paths
     settings |= {k: files_hash(settings[k]) for m in plan.chosen for k in m.files if settings[k]}
     plan.check(tokenizer, texts)
@@ -259,7 +268,8 @@ def run_suite(
         del model
         for measure in plan.chosen:
             job.name = name = measure.name
-            value = stored.get(keys[name], lambda measure=measure, job=job: measure.run(job).to_dict())  # type: ignore[misc]
+            keep = stored.get if measure.whole else afresh
+            value = keep(keys[name], lambda measure=measure, job=job: measure.run(job).to_dict())  # type: ignore[misc]
             result = measure.result.from_dict(value).over_window(window)
             if name not in printed:
                 for figure, number in result.headline().items():

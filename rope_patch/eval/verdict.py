@@ -5,23 +5,11 @@ from math import exp, isfinite
 from statistics import fmean
 
 from .measures.comparisons import runs_of_methods
-from .measures.loss_by_position import LossByPosition
-from .measures.retrieval_grid import RetrievalGrid
-from .measures.ruler_prompts import TASKS
 from .regressions import Cell, Regressions, least_difference
 from .results.paired import MIN_DIFFERENT
 from .results.result import Result
+from .suite import MEASURES
 
-NUMBERS = {
-    "passkey": "passkeys",
-    "several": "passkeys of several people",
-    "niah-single": "single numbers hidden in text",
-    "niah-multikey": "keys among look-alikes",
-    "niah-multivalue": "numbers of one key",
-    "niah-multiquery": "numbers of several keys",
-    "niah-ordinal": "numbers asked for by their order",
-}
-"""Measure -> the numbers that its questions ask for."""
 _LISTED = 8  # sentences after "Won" and after "Lost"; the page lists all comparisons at its end
 
 
@@ -56,32 +44,30 @@ def _sentences(compared: Regressions, label: str, cells: Sequence[Cell]) -> list
 
 
 def _sentence(cell: Cell, baseline: str) -> str:
-    after, before = _percents(cell)
-    if not cell.higher_is_better:
-        start, end = map(int, cell.name.removeprefix("loss ").split(".."))
-        what = f"text at positions {start:,} to {end:,}: the right next token gets {after}"
-    elif cell.measure in NUMBERS:
-        what = f"{NUMBERS[cell.measure]} in {cell.length:,} tokens: {after} are found"
-    elif cell.measure in TASKS:
-        what = f"RULER's {cell.name} tokens: the score is {after}"
-    else:
-        what = f"{cell.name}: the score is {after}"
-    return f"{what}, {baseline} {before}."
+    after, before = _shown(cell)
+    what = cell.sentence or f"{cell.name}: the {'score' if cell.higher_is_better else 'loss'} is {{}}"
+    return f"{what.replace('{}', after)}, {baseline} {before}."
 
 
-def _percents(cell: Cell) -> list[str]:
-    """The model's share and the baseline's, or exp(-loss), in percent, with as many digits as tell them apart."""
+def _shown(cell: Cell) -> list[str]:
+    """The model's share and the baseline's, or exp(-loss), in percent, with as many digits as tell them apart.
+
+    A loss of which no sentence speaks of the right next token is shown in nats.
+    """
     both = (cell.mean, cell.first)
+    in_nats = not cell.higher_is_better and not cell.sentence
     for digits in range(0 if cell.higher_is_better else 1, 7):
-        percents = [
-            f"{100 * (x if cell.higher_is_better else exp(-x)):.{digits}f} %"
-            if isfinite(x)
-            else f"no number (a loss of {x})"
+        shown = [
+            f"no number (a loss of {x})"
+            if not isfinite(x)
+            else f"{x:.{digits}f} nats"
+            if in_nats
+            else f"{100 * (x if cell.higher_is_better else exp(-x)):.{digits}f} %"
             for x in both
         ]
-        if len(set(percents)) == len(percents):
+        if len(set(shown)) == len(shown):
             break
-    return percents
+    return shown
 
 
 def notes(compared: Regressions) -> list[str]:
@@ -89,22 +75,17 @@ def notes(compared: Regressions) -> list[str]:
     if not compared.labels:
         return [f"Only {compared.baseline} was measured, so there is nothing to compare it with."]
     sentences = ["All other differences may be chance."]
-    if any(not cell.higher_is_better for cell in compared.above + compared.below):
+    if any(cell.sentence and not cell.higher_is_better for cell in compared.above + compared.below):
         sentences.append("The probability of the right next token is the geometric mean over tokens, exp(-loss).")
-    if any(cell.is_of_one_text for cell in compared.cells):
-        sentences.append(
-            "Losses are those of a single row, and other texts may differ. "
-            "`rope-patch eval --cliff --rows 8` compares both models on more."
-        )
-    if any(cell.measure == "several" for cell in compared.cells):
-        sentences.append("The passkeys of several people stand in few texts, and other texts may differ.")
+    sentences += dict.fromkeys(cell.note for cell in compared.cells if cell.note)
     return [*sentences, *_unseen(compared)]
 
 
 def _unseen(compared: Regressions) -> list[str]:
     """The smallest change of answers that this number of prompts can show."""
-    cells = [cell for cell in compared.cells if cell.measure in NUMBERS]
-    asked = min([*(cell.n for cell in cells), *(1 for name in compared.single if name in NUMBERS)], default=None)
+    of_trials = {name for name, measure in MEASURES.items() if "trials" in measure.settings}
+    cells = [cell for cell in compared.cells if cell.measure in of_trials]
+    asked = min([*(cell.n for cell in cells), *(1 for name in compared.single if name in of_trials)], default=None)
     if asked is None:
         return []
     flags = "`rope-patch extend --prompts` and `rope-patch eval --trials` set the number."
@@ -122,25 +103,10 @@ def _unseen(compared: Regressions) -> list[str]:
 def figure_rows(results: Mapping[str, Mapping[str, Result]], window: int | None) -> dict[str, dict[str, str]]:
     """What was measured -> label -> figure, as a table shows it: of several models of a method, mean and range."""
     rows: dict[str, dict[str, str]] = {}
-    for name, by_label in results.items():
+    for by_label in results.values():
         for method, labels in runs_of_methods(by_label).items():
-            for figure in zip(*(figures(name, by_label[label], window) for label in labels), strict=False):
+            for figure in zip(*(by_label[label].figures(window) for label in labels), strict=False):
                 (what, form, _), values = figure[0], [value for *_, value in figure]
                 spread = f" ({form % min(values)} to {form % max(values)})" if min(values) < max(values) else ""
                 rows.setdefault(what, {})[method] = form % fmean(values) + spread
     return rows
-
-
-def figures(name: str, result: Result, window: int | None) -> list[tuple[str, str, float]]:
-    """Each figure of a measure: what it is, its form, and its value."""
-    if isinstance(result, RetrievalGrid):
-        found = zip(result.lengths, result.by_length, strict=True)
-        return [(f"{NUMBERS.get(name, name)} found at {n:,} tokens", "%.0f %%", 100 * share) for n, share in found]
-    if isinstance(result, LossByPosition):
-        end = min(window or result.seq_len, result.seq_len)
-        inside = result.in_window(end)
-        losses = [(f"loss to position {end:,}, in nats", "%.3f", inside)]
-        if end + 1 < result.seq_len:
-            losses.append((f"loss from there to {result.seq_len:,}", "%.3f", inside + result.cliff(end)))
-        return losses
-    return [(what, "%.3f", value) for what, value in result.headline().items()]

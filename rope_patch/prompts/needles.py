@@ -152,27 +152,14 @@ def make_prompt(
     tail = tail_of(asked)
     taken = len(frame.begin) + len(tail) + sum(map(len, pieces))
     budget = len(haystack) if n_tokens is None else n_tokens - taken  # tokens of the haystack
-    if budget < 1:
-        raise TooFewTokensError(
-            f"{n_tokens} tokens are too few for {len(pieces)} needle(s) and the question of {kind!r}, which take "
-            f"{taken}: use a longer length."
-        )
-    if len(haystack) < budget:
-        raise ValueError(f"the haystack has {len(haystack)} tokens, {budget} are needed: give more text.")
+    _require_room(n_tokens, budget, len(haystack), f"{len(pieces)} needle(s) and the question of {kind!r}")
     # the budget of the longest tail and reply about these needles, so that all have the same places
     longest = max(
         len(tail_of(_question(k, about, wording))) + reply_tokens(k, n_needles) for k, about in _alike(kind, needles)
     )
     shared = max(budget + len(tail) + reply_tokens(kind, n_needles) - longest, 1)
-    ids, used, position = list(frame.begin), 0, 0
-    for i in sorted(range(len(pieces)), key=lambda i: depths[i]):
-        place = _sentence_end(tokenizer, haystack, round(depths[i] * shared), at_least=used)
-        ids += haystack[used:place]
-        used = place
-        if i == needles.at_depth:
-            position = len(ids)
-        ids += pieces[i]
-    ids += [*haystack[used:budget], *tail]
+    body, starts = _hidden(tokenizer, haystack[:budget], pieces, depths, shared)
+    ids, position = [*frame.begin, *body, *tail], len(frame.begin) + starts[needles.at_depth]
     answer_ids: list[list[int]] = []
     before = beginning
     for answer in answers:
@@ -182,6 +169,73 @@ def make_prompt(
     graded = [[any(c.isdigit() for c in str(tokenizer.decode([i]))) for i in answer] for answer in answer_ids]
     shown = f"{question} {beginning}".strip()
     return RetrievalPrompt(ids, answers, position, kind == "ordinal", answer_ids, graded, wording, shown)
+
+
+def hide(
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: Sequence[int],
+    sentences: Sequence[str],
+    question: str,
+    beginning: str,
+    *,
+    n_tokens: int,
+    depths: Sequence[float],
+    chat: bool = False,
+) -> list[int]:
+    """The token IDs of a prompt of exactly `n_tokens`: sentences hidden in a text, and a question about them.
+
+    A sentence goes between two others if one ends within 32 tokens before its place.
+
+    Args:
+        tokenizer: of the model.
+        haystack: token IDs of the text, at least `n_tokens`.
+        sentences: what is hidden.
+        question: what stands behind the text.
+        beginning: the beginning of the answer, which ends the prompt.
+        n_tokens: tokens of the prompt, with question and template.
+        depths: place of each sentence, from 0, the start of the text, to 1, right before the question.
+        chat: whether text and question are a user's message in the tokenizer's chat template.
+
+    Raises:
+        TooFewTokensError: `n_tokens` is too short for sentences and question.
+        ValueError: the haystack is too short for the prompt.
+    """
+    frame = Frame.of(tokenizer, chat)
+    parts = [question, frame.turn + beginning] if chat else [f"{question} {beginning}"]
+    tail = [i for part in parts for i in tokens_after(tokenizer, part)]
+    pieces = [tokens_after(tokenizer, " " + sentence) for sentence in sentences]
+    budget = n_tokens - len(frame.begin) - len(tail) - sum(map(len, pieces))
+    _require_room(n_tokens, budget, len(haystack), f"{len(pieces)} sentence(s) and the question")
+    text, _ = _hidden(tokenizer, haystack[:budget], pieces, depths, budget)
+    return [*frame.begin, *text, *tail]
+
+
+def _require_room(n_tokens: int | None, budget: int, available: int, what: str) -> None:
+    """Raise unless a prompt has room for a text of `budget` tokens, and the haystack has as many."""
+    if budget < 1:
+        raise TooFewTokensError(
+            f"{n_tokens} tokens are too few for {what}, which take {(n_tokens or 0) - budget}: use a longer length."
+        )
+    if available < budget:
+        raise ValueError(f"the haystack has {available} tokens, {budget} are needed: give more text.")
+
+
+def _hidden(
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: Sequence[int],
+    pieces: Sequence[list[int]],
+    depths: Sequence[float],
+    deepest: int,
+) -> tuple[list[int], list[int]]:
+    """The haystack with each piece at its depth of the first `deepest` tokens, and the index at which it starts."""
+    ids: list[int] = []
+    used, starts = 0, [0] * len(pieces)
+    for i in sorted(range(len(pieces)), key=lambda i: depths[i]):
+        place = _sentence_end(tokenizer, haystack, round(depths[i] * deepest), at_least=used)
+        ids += haystack[used:place]
+        used, starts[i] = place, len(ids)
+        ids += pieces[i]
+    return [*ids, *haystack[used:]], starts
 
 
 class _Needles(NamedTuple):

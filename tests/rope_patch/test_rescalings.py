@@ -1,7 +1,6 @@
 """Every rescaling: frequencies against their formulas, reload against what ran, and exact undo."""
 
 import copy
-import json
 from contextlib import nullcontext
 
 import pytest
@@ -26,7 +25,10 @@ from transformers import (
 )
 
 from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch.methods import resolve_rescaling
 from rope_patch.rescalings import RESCALINGS as REGISTRY
+from rope_patch.testing import check_rescaling
+from rope_patch.testing.rescalings import check_saving
 
 CASES = gathered(REGISTRY, "CASES")
 
@@ -74,16 +76,8 @@ def test_logits_are_those_of_the_formula(family, method, seq_len):
 
 @pytest.mark.parametrize(("family", "method"), with_a_family("llama", "qwen2", "qwen3", "mistral", "mistral-sliding"))
 @torch.no_grad()
-def test_reload_gives_the_same_bits(family, method, tmp_path):
-    model = patch_model(tiny(family), method, **CASES[method].options)
-    ids = tokens(2, WINDOW + 20)
-    logits = model(ids).logits
-    built = type(model)(model.config)  # Transformers' own model of that config
-    built.load_state_dict(model.state_dict())
-    assert torch.equal(built.eval()(ids).logits, logits)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, logits)
-    assert isinstance(json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"], int)
+def test_reload_gives_the_same_bits(family, method):
+    check_saving(resolve_rescaling(method, CASES[method].options), lambda: tiny(family))
 
 
 @pytest.mark.slow
@@ -104,24 +98,8 @@ def test_reload_in_a_new_process_without_this_package(tmp_path):
 
 
 @pytest.mark.parametrize("method", CASES)
-@torch.no_grad()
-def test_native_rope_and_undo_are_exact(method):
-    model = tiny()
-    ids = tokens(2, L)
-    plain, config = model(ids).logits, model.config.to_dict()
-    buffers = dict(model.model.rotary_emb.named_buffers())
-    patch_model(model, method, **CASES[method].options)
-    model(tokens(1, WINDOW + 20))  # lets dynamic RoPE types move
-    after = model(ids).logits
-    with native_rope(model):
-        assert torch.equal(model(ids).logits, plain)
-    assert torch.equal(model(ids).logits, after)
-    unpatch_model(model)
-    assert torch.equal(model(ids).logits, plain)
-    assert model.config.to_dict() == config
-    assert all(b is buffers[n] for n, b in model.model.rotary_emb.named_buffers())
-    assert "_rope_patch" not in vars(model.model)
-    assert not model._forward_pre_hooks and not model.model._forward_pre_hooks and not model.model._forward_hooks
+def test_every_rescaling_keeps_what_it_promises(method):
+    check_rescaling(resolve_rescaling(method, CASES[method].options))
 
 
 def picking_by_row(kind):

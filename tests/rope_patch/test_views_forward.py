@@ -115,25 +115,6 @@ def test_explicit_index_per_row_and_with_fractions():
     torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_under_checkpointing_are_those_without(reentrant):
-    model = tiny().train()
-    ids = tokens(2, L)
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        model.zero_grad()
-        with rope_view(model, Skip(), seed=3):
-            loss = model(ids, labels=ids, use_cache=False).loss
-        with rope_view(model, NoPE()):  # another view in force while backward recomputes
-            loss.backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7)
-
-
 def test_two_views_of_one_batch_in_one_backward():
     model = tiny(dtype=torch.float64).train()
     ids = tokens(1, L)

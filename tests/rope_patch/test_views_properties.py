@@ -1,6 +1,5 @@
 """What every view promises, for random options and compositions: draws by document alone, s by its definition."""
 
-import json
 import math
 from dataclasses import MISSING, fields
 
@@ -9,13 +8,12 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.gathered import gathered
-from support.views import PAD, built, maybe
+from support.views import built, maybe
 
 from rope_patch.base.draws import DrawKey
-from rope_patch.forward.drawn_view import Batch
-from rope_patch.forward.sources import ViewSource
 from rope_patch.layout.documents import Documents
-from rope_patch.methods import resolve_view
+from rope_patch.testing.models import PAD, WHOLE
+from rope_patch.testing.views import check_can_change, check_draws, check_first_changed, check_options, fits, moved
 from rope_patch.views import (
     RPE,
     VIEWS,
@@ -35,9 +33,7 @@ from rope_patch.views import (
     Uniform,
 )
 
-N_LAYERS = 3
 LONGEST = 14
-CPU = torch.device("cpu")
 
 few = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -73,7 +69,6 @@ each_view = pytest.mark.parametrize("name", REGISTERED)
 
 tokens = st.integers(3, 6)
 texts = st.lists(st.lists(tokens, min_size=1, max_size=LONGEST), min_size=1, max_size=4)
-LAYOUTS = ("right", "right, positions", "left", "left, positions", "left, positions 1", "packed", "packed, padded")
 
 
 def test_every_view_is_here():
@@ -93,103 +88,14 @@ def lines_to_add(cls):
     )
 
 
-def laid_out(documents, layout):
-    """Keyword arguments of a decoder for a batch of documents, and (row, first token) of each."""
-    if layout.startswith("packed"):
-        ids = [token for ids in documents for token in ids]
-        positions = [t for ids in documents for t in range(len(ids))]
-        begins = [sum(map(len, documents[:i])) for i in range(len(documents))]
-        mask = None
-        if layout == "packed, padded":
-            mask = torch.tensor([[1] * len(ids) + [0] * 3])
-            ids, positions = ids + [PAD] * 3, positions + [positions[-1]] * 3
-        inputs = {"ids": torch.tensor([ids]), "position_ids": torch.tensor([positions]), "attention_mask": mask}
-        return inputs, [(0, begin) for begin in begins]
-    width = max(map(len, documents)) + 2
-    ids, mask = torch.full((len(documents), width), PAD), torch.zeros(len(documents), width, dtype=torch.long)
-    places = []
-    for row, document in enumerate(documents):
-        begin = width - len(document) if "left" in layout else 0
-        ids[row, begin : begin + len(document)] = torch.tensor(document)
-        mask[row, begin : begin + len(document)] = 1
-        places.append((row, begin))
-    positions = None
-    if "positions" in layout:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-    if layout == "left, positions 1":
-        positions = positions.masked_fill(mask == 0, 1)
-    return {"ids": ids, "position_ids": positions, "attention_mask": mask}, places
-
-
-def bound(view, batch, first=0, step=0, progress=1.0):
-    """What a forward of the batch draws, whose first document is number `first` of its step."""
-    source = ViewSource(view, seed=11)
-    source.clock.set(step, first, progress)
-    rows, seq_len = batch["ids"].shape
-    return source.bind(Batch(rows, seq_len, CPU, batch["position_ids"], batch["attention_mask"], 0, True, batch["ids"]))
-
-
-def where_tokens_are(batch):
-    """t of each token, -1 on padding."""
-    rows, seq_len = batch["ids"].shape
-    mask = batch["attention_mask"]
-    if batch["position_ids"] is None:
-        t = mask.cumsum(1) - 1
-    else:
-        t = batch["position_ids"].expand(rows, seq_len)
-    return t if mask is None else t.masked_fill(mask == 0, -1)
-
-
-def moved(view, documents, layout, step=0, progress=1.0, first=0):
-    """r(t) - r(0) of each document in each layer, and what the view says of s."""
-    batch, places = laid_out(documents, layout)
-    drawn = bound(view, batch, first, step, progress)
-    position_ids = batch["position_ids"]
-    if position_ids is None:
-        position_ids = torch.arange(batch["ids"].shape[1])[None]
-    layers = [own(position_ids).expand(batch["ids"].shape) for _, own in drawn.by_layer(N_LAYERS)]
-    index = [[r[row, begin : begin + len(ids)] for r in layers]
-             for (row, begin), ids in zip(places, documents, strict=True)]  # fmt: skip
-    index = [[(r - r[0]).tolist() for r in own] for own in index]
-    first = drawn.affected_from(where_tokens_are(batch), N_LAYERS).expand(batch["ids"].shape)
-    factor = drawn.parameters.get("base_factor")
-    return index, [int(first[place]) for place in places], None if factor is None else factor.item()
-
-
-def by_definition(index, factor):
-    """min{t : r(t) - r(0) != t} over the layers, or the length."""
-    n = len(index[0])
-    if factor not in (None, 1.0):  # of angles, not of indices
-        return min(1, n)
-    return min(next((t for t in range(n) if r[t] != t), n) for r in index)
-
-
-def fits(view, documents):
-    """Whether the longest document may be viewed so; as a forward does, refuses what it may not."""
-    try:
-        view.check_length(max(map(len, documents)))
-        if view.layerwise:
-            view.check_layers(N_LAYERS)
-    except ValueError:
-        return False
-    return True
-
-
 @each_view
 @few
-@given(data=st.data(), documents=texts, layout=st.sampled_from(LAYOUTS), progress=st.sampled_from([0.0, 0.5, 1.0]))
+@given(data=st.data(), documents=texts, layout=st.sampled_from(WHOLE), progress=st.sampled_from([0.0, 0.5, 1.0]))
 def test_a_document_is_drawn_for_as_if_it_were_alone(name, data, documents, layout, progress):
     view = data.draw(REGISTERED[name])
     assume(fits(view, documents))
     before = data.draw(st.integers(0, 2))
-    index, first, factor = moved(view, documents, layout, 5, progress, before)
-    for i, ids in enumerate(documents):
-        if not fits(view, [ids]):
-            continue  # a fixed split or shift beyond its end, which is refused where no document is longer
-        alone, own_first, own_factor = moved(view, [ids], "packed", 5, progress, before + i)
-        for actual, expected in zip(index[i], alone[0], strict=True):
-            assert actual == pytest.approx(expected, rel=0, abs=1e-9), "but for the rounding of where a row begins"
-        assert first[i] == own_first[0] and factor == own_factor
+    check_draws(view, documents, layout, progress=progress, before=before)
 
 
 @each_view
@@ -197,15 +103,14 @@ def test_a_document_is_drawn_for_as_if_it_were_alone(name, data, documents, layo
 @given(
     data=st.data(),
     documents=texts,
-    layout=st.sampled_from(LAYOUTS),
+    layout=st.sampled_from(WHOLE),
     progress=st.sampled_from([0.0, 0.5, 1.0]),
     step=st.integers(0, 99),
 )
 def test_the_first_changed_token_is_that_of_the_definition(name, data, documents, layout, progress, step):
     view = data.draw(REGISTERED[name])
     assume(fits(view, documents))
-    index, first, factor = moved(view, documents, layout, step, progress)
-    assert first == [by_definition(of_layer, factor) for of_layer in index]
+    check_first_changed(view, documents, layout, step=step, progress=progress)
 
 
 @each_view
@@ -216,13 +121,9 @@ def test_a_document_that_no_draw_can_change_is_known(name, data):
     view = data.draw(REGISTERED[name])
     length = data.draw(st.integers(1, LONGEST))
     assume(fits(view, [[PAD] * length]))
-    can = view.can_change(torch.tensor([length]))
-    assert can.dtype == torch.bool and can.shape == (1,)
-    draws = [moved(view, [[PAD] * length] * 25, "packed", step)[1] for step in range(5)]
-    some = any(s < length for first in draws for s in first)
-    assert not some or can.item()
+    changed = check_can_change(view, length)
     if view.name not in ("compose", "per-layer", "endprompt", "mix"):  # which may cancel, or look for another cue
-        assert some == can.item()
+        assert changed == view.can_change(torch.tensor([length])).item()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +154,7 @@ def test_from_how_many_tokens_on_a_document_can_be_changed(view, shortest):
 @few
 @given(view=st.one_of(*REGISTERED.values()))
 def test_options_make_an_equal_view(view):
-    assert resolve_view(view.name, json.loads(json.dumps(view.options()))) == view
+    check_options(view)
 
 
 FAR = strategies(st.integers(250, 400))

@@ -7,38 +7,16 @@ from pathlib import Path
 from accelerate.utils import imports
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
+from trl_ext.testing import WAYS as WAYS
+from trl_ext.testing import word_tokenizer as tokenizer
 
 from .tiny import VOCAB, tiny
 
 disable_progress_bar()
 # a trainer looks up several times whether PEFT is installed, and each look-up parses its metadata
 imports._is_package_available = functools.cache(imports._is_package_available)
-
-# ways to batch the same four documents in a step
-WAYS = {
-    "padded": {"per_device_train_batch_size": 4},
-    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-    "mixed": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-    "padding-free": {"per_device_train_batch_size": 4, "padding_free": True, "max_length": None},
-    "packed": {"per_device_train_batch_size": 1, "packing": True, "max_length": 4 * 24},
-    "checkpointed": {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": True,
-    },
-}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Every id is a word; ids 0, 1, 2 are special."""
-    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
-    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
 def documents(n: int = 24, longest: int = 24, seed: int = 0, n_labels: int | None = None) -> Dataset:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import Documents
+from rope_patch.testing.models import PAD as PAD  # an end of sentences and a cue, too
 from rope_patch.views import Cycling, Discrete, Linear, LogUniform, Step, Uniform, View
 
 L = 12
-PAD = 3  # of random texts; an end of sentences and a cue, too
 
 # t [n] float64, tokens of the first forward, what was drawn for the document -> r(t), [n] or one a layer, [n_layers, n]
 ByHand = Callable[[torch.Tensor, int, dict[str, Any]], torch.Tensor]

@@ -1,15 +1,18 @@
 """Objectives in the config: the options of each, what is refused, and one that somebody else adds."""
 
-from dataclasses import dataclass
+import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from support.packages import installed
 from support.training import documents, logged, trainer
 
-from rope_patch.losses.forward_loss import ForwardLoss, LossRequest
 from rope_patch.views import Uniform
-from trl_ext import RecipeParser, RopeSFTConfig
-from trl_ext.objectives import OBJECTIVES, Objective, ObjectiveOptions
+from trl_ext import RecipeParser, RopeSFTConfig, cli
+from trl_ext.objectives import OBJECTIVES
 
 PI = {"rescale": "pi", "rescale_args": {"factor": 2.0}}
 CUE = {"view": "endprompt", "view_args": {"cue_tokens": 2, "target": 128}}
@@ -141,42 +144,19 @@ def test_an_objective_has_defaults_for_all_of_its_options(objective, tmp_path):
         RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, objective=objective, objective_args=options)
 
 
-class SquaredStates(ForwardLoss):
-    """Sum of squares of last hidden states."""
-
-    def after(self, request, output):
-        request.result = output.last_hidden_state[request.valid].square().sum()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    factor: float
+@pytest.fixture
+def somebody_elses(tmp_path):
+    code = Path(__file__).parents[1].joinpath("support/scaled_states.py").read_text()
+    with installed(tmp_path / "site", "of_scaled_states", code, objectives=["scaled-states"]):
+        yield
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaledOptions(ObjectiveOptions):
-    scale: Times | None = None
-
-
-class SquaredObjective(Objective):
-    help = "the mean square of last hidden states"
-    options_class = ObjectiveOptions
-
-    def _make_loss(self, model):
-        return SquaredStates(model)
-
-    def _request(self, inputs, read, counts):
-        return LossRequest(read, torch.zeros_like(inputs["input_ids"]))
-
-    def _combine(self, request, counts, batch_counts):
-        return request.result / counts["tokens"], {"square": (request.result, batch_counts["tokens"])}
-
-
-def test_an_objective_of_somebody_else_trains_once_it_is_registered(tmp_path, monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "squares", SquaredObjective)
+def test_an_objective_of_somebody_else_trains_once_it_is_named(tmp_path, somebody_elses):
+    RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    assert "of_scaled_states" not in sys.modules
     held_out = documents(3, seed=5)
     options = {"view": "skip", "view_args": {"skip": Uniform(1, 20)}, "train_dataset": documents(4), "max_steps": 3}
-    run = trainer(tmp_path, objective="squares", eval_dataset=held_out, per_device_eval_batch_size=1, **options)
+    run = trainer(tmp_path, objective="scaled-states", eval_dataset=held_out, per_device_eval_batch_size=1, **options)
     run.train()
     losses = [entry["loss"] for entry in logged(run, "loss")]
     assert losses[2] < losses[0]
@@ -186,23 +166,33 @@ def test_an_objective_of_somebody_else_trains_once_it_is_registered(tmp_path, mo
     assert run.evaluate()["eval_square"] == pytest.approx(at_true_positions, rel=1e-5)
 
 
-class ScaledObjective(SquaredObjective):
-    options_class = ScaledOptions
-
-    def _combine(self, request, counts, batch_counts):
-        loss, parts = super()._combine(request, counts, batch_counts)
-        return (self.options.scale.factor if self.options.scale else 1.0) * loss, parts
-
-
-def test_an_objective_of_somebody_else_has_options(tmp_path, monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "scaled", ScaledObjective)
+def test_options_of_somebody_else_are_in_recipe_record_and_resuming(tmp_path, somebody_elses):
+    given = {"objective": "scaled-states", "objective_args": {"scale": {"factor": 2.0}}}
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("{output_dir: out, use_cpu: true, objective: scaled, objective_args: {scale: {factor: 2.0}}}")
+    recipe.write_text(yaml.safe_dump({"output_dir": "out", "use_cpu": True, **given}))
     (args,) = RecipeParser((RopeSFTConfig,)).parse_args_and_config(["--config", str(recipe)])
-    assert args.objective_options == ScaledOptions(scale=Times(factor=2.0))
-    given = {"objective": "scaled", "objective_args": {"scale": {"factor": 2.0}}}
-    run = trainer(tmp_path, train_dataset=documents(4), max_steps=1, **given)
+    assert args.objective_options.scale.factor == 2
+    run = trainer(tmp_path, train_dataset=documents(8), max_steps=1, save_strategy="steps", save_steps=1, **given)
     run.train()
     (entry,) = logged(run, "loss", "square")
     assert entry["loss"] == pytest.approx(2 * entry["square"], rel=1e-5)
-    assert run._record.method["objective_args"] == {"scale": {"factor": 2.0}}
+    record = json.loads((tmp_path / "checkpoint-1/rope_patch_training.json").read_text())
+    assert record["objective_args"] == {"scale": {"factor": 2.0}}
+    resumed = trainer(tmp_path, train_dataset=documents(8), max_steps=2, **given)
+    resumed.train(resume_from_checkpoint=True)
+    first, second = logged(resumed, "loss", "square")
+    assert first == entry and second["loss"] == pytest.approx(2 * second["square"], rel=1e-5)
+    given["objective_args"] = {"scale": {"factor": 3.0}}
+    with pytest.raises(
+        ValueError, match=r"trained with objective_args.scale.factor=2.0, and this run has .*factor=3.0"
+    ):
+        trainer(tmp_path, train_dataset=documents(8), max_steps=2, **given).train(resume_from_checkpoint=True)
+
+
+def test_an_objective_of_somebody_else_is_explained(somebody_elses, capsys):
+    assert cli.main(["methods", "scaled-states"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "scaled-states, an objective loss = factor" in told and "Take it in tests." in told
+    assert "scale (default None): what multiplies the loss; None is 1." in told
+    with pytest.raises(ValueError, match="Unknown option 'scal' of objective_args of 'scaled-states'"):
+        RopeSFTConfig(output_dir="out", use_cpu=True, objective="scaled-states", objective_args={"scal": 1})

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
@@ -66,16 +67,24 @@ class Method:
 
 
 def methods() -> list[Method]:
-    """All methods by kind and name: those of this package, and those that plugins have registered."""
+    """All methods by kind and name: those of this package, and those that plugins have registered or declare."""
     ours = {
-        (KINDS[registry], name): node
+        (KINDS[registry], name): (
+            node,
+            _class(_called(options)) if (options := _attribute(node, "options_class")) else node,
+        )
         for text in _files()
         if _REGISTERED.search(text)
         for node in _classes(text).values()
         for registry, name in _registered_as(node)
     }
-    plugins = {(kind, name): _node_of(cls) for kind, name, cls in _registered() if (kind, name) not in ours}
-    return [_method(kind, name, node) for (kind, name), node in sorted({**ours, **plugins}.items(), key=itemgetter(0))]
+    plugins = {
+        (kind, name): (_node_of(cls), _node_of(getattr(cls, "options_class", cls)))
+        for kind, name, cls in _registered()
+        if (kind, name) not in ours
+    }
+    known = sorted({**ours, **plugins}.items(), key=itemgetter(0))
+    return [_method(kind, name, *nodes) for (kind, name), nodes in known]
 
 
 def options_of(cls: type) -> list[Option]:
@@ -84,17 +93,20 @@ def options_of(cls: type) -> list[Option]:
 
 
 def _registered() -> Iterator[tuple[str, str, type]]:
-    """Registered classes: none until a plugin has imported the registries."""
-    if "rope_patch" in sys.modules:
+    """Registered classes: none until the registries are imported, which takes an entry point of a plugin."""
+    groups = entry_points().groups
+    if "rope_patch" in sys.modules or {"rope_patch.views", "rope_patch.rescalings"} & groups:
         from rope_patch.rescalings import RESCALINGS
         from rope_patch.views import VIEWS
 
-        yield from (("view", *item) for item in VIEWS.items())
-        yield from (("rescaling", *item) for item in RESCALINGS.items())
-    if "trl_ext.objectives" in sys.modules:
+        for registry in (VIEWS, RESCALINGS):
+            registry.load_all()
+            yield from ((registry.kind, *item) for item in registry.items())
+    if "trl_ext.objectives" in sys.modules or "rope_patch.objectives" in groups:
         from ..objectives import OBJECTIVES
 
-        yield from (("objective", *item) for item in OBJECTIVES.items())
+        OBJECTIVES.load_all()
+        yield from ((OBJECTIVES.kind, *item) for item in OBJECTIVES.items())
 
 
 def _registered_as(node: ast.ClassDef) -> list[tuple[str, str]]:
@@ -104,16 +116,17 @@ def _registered_as(node: ast.ClassDef) -> list[tuple[str, str]]:
     return [(registry, ast.literal_eval(name)) for registry, name in at if registry in KINDS]
 
 
-def _method(kind: str, name: str, node: ast.ClassDef) -> Method:
+def _method(kind: str, name: str, node: ast.ClassDef, options: ast.ClassDef) -> Method:
+    """A method from its class and the class of its options."""
     parts = dict(_sections(node))
-    options, synonyms = _attribute(node, "options_class"), _attribute(node, "synonyms")
+    synonyms = _attribute(node, "synonyms")
     return Method(
         kind,
         name,
         parts[""].strip(),
         " ".join(parts.get("When", "").split()),
         " ".join(parts.get("Source", "").split()),
-        tuple(_options(_class(_called(options)) if options else node)),
+        tuple(_options(options)),
         ast.literal_eval(synonyms) if synonyms else (),
     )
 

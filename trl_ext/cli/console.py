@@ -5,7 +5,6 @@ import logging
 import runpy
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,10 +44,6 @@ def _run(args: argparse.Namespace) -> int:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if args.command != "train":
         require_one_process(f"rope-patch {args.command}")
-    if any(group.startswith("rope_patch.") for group in entry_points().groups):  # which imports torch
-        from rope_patch.base.plugins import load_plugins
-
-        load_plugins()
     status: int = args.run(args)
     return status
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # the shortest default prompt is the window over this: losses show within the window, and most on short prompts
 SHORTEST = 16
 # fields of the plan without a flag of the same name
-_NO_FLAG = ("measures", "length", "n_rows", "gain", "ruler_lengths", "depths", "lm_eval")
+_NO_FLAG = ("measures", "length", "n_rows", "gain", "ruler_lengths", "depths", "lm_eval", "options")
 
 
 def add_commands(commands: Any) -> None:
@@ -75,6 +75,8 @@ def _add_measures(parser: argparse.ArgumentParser) -> None:
     for flag, measures in _by_flag().items():
         first = next(measure for measure in measures if measure.help)
         group.add_argument(f"--{flag}", help=first.help, **first.argument)
+        for name, argument in first.options.items():
+            group.add_argument(f"--{name.replace('_', '-')}", **argument)
     hints = get_type_hints(EvalPlan)
     for option in options_of(EvalPlan):
         if option.name not in _NO_FLAG:
@@ -98,6 +100,7 @@ def _by_flag() -> "dict[str, list[Measure]]":
     """Flag -> the measures that it switches on."""
     from rope_patch.eval import MEASURES
 
+    MEASURES.load_all()
     flags: dict[str, list[Measure]] = {}
     for measure in MEASURES.values():
         flags.setdefault(measure.flag or measure.name, []).append(measure)
@@ -334,6 +337,7 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
             **{k: tuple(dict.fromkeys(v)) if isinstance(v, list) else v for k, v in given.items() if v is not None},
             "length": length,
             "n_rows": args.rows,
+            "options": {name: getattr(args, name) for measure in chosen for name in measure.options},
         },
     )
 
@@ -348,24 +352,21 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
 
     Without a known window they begin at a sixteenth of the longest row. Too short lengths are left out with a message.
     """
-    from rope_patch.eval.measures.prompt_grid import shortest_prompt
-    from rope_patch.eval.measures.retrieval import kinds_of
-    from rope_patch.eval.measures.ruler_prompts import SHORTEST_LENGTH
-
     shortest = max(1, min(plan.window or plan.length, plan.length) // SHORTEST)
     lengths = [shortest << k for k in range(40) if shortest << k < plan.length] + [plan.length]
 
-    def at_least(needed: int, measures: str) -> tuple[int, ...]:
+    def long_enough(measures: "list[Measure]") -> tuple[int, ...]:
+        needed, name = max([(m.shortest(plan, tokenizer), m.name) for m in measures], default=(0, ""))
         left_out = ", ".join(str(length) for length in lengths if length < needed)
         if left_out:
-            print(f"Prompts of {left_out} tokens are left out: {measures} needs {needed}. --lengths names others.")
+            print(f"Prompts of {left_out} tokens are left out: {name} needs {needed}. --lengths names others.")
         return tuple(length for length in lengths if length >= needed) or (plan.length,)
 
-    needed = max((shortest_prompt(kind, tokenizer, plan.chat_template) for kind in kinds_of(plan)), default=0)
+    of_ruler = [measure for measure in plan.chosen if "ruler_lengths" in measure.parts]
     return replace(
         plan,
-        lengths=at_least(needed, "retrieval"),
-        ruler_lengths=at_least(SHORTEST_LENGTH, "RULER") if "ruler" in plan.measures else None,
+        lengths=long_enough([measure for measure in plan.chosen if measure not in of_ruler]),
+        ruler_lengths=long_enough(of_ruler) if of_ruler else None,
     )
 
 

@@ -65,7 +65,7 @@ class AttentionDistance(Result):
 
     def table(self) -> list[dict[str, Any]]:
         return [
-            {"layer": layer, "first": a, "end": b, "count": self.count[layer][k], "mass": self.mass[layer][k]}
+            {"layer": layer, "first": a, "end": b, "mass": self.mass[layer][k], "count": self.count[layer][k]}
             for layer in range(len(self.mass))
             for k, (a, b) in enumerate(pairwise(self.edges))
         ]

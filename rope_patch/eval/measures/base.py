@@ -76,10 +76,13 @@ class Measure:
         by_default: whether it runs when no measure is named.
         reads_rows: whether it reads `Job.rows`, and so depends on `length` and `n_rows`.
         asks: whether it asks questions, for which the plan may use the chat template.
-        settings: fields of `EvalPlan` that each of its results depends on.
+        options: options of its own, name -> keyword arguments of `add_argument`; `EvalPlan.options` has their values.
+        settings: fields of `EvalPlan`, and own options, that each of its results depends on.
         parts: fields that only choose which parts there are; every part is stored by itself.
-        files: fields that name files; results depend on their contents.
+        files: fields and options that name files; results depend on their contents.
+        whole: whether results are stored whole, and not only the parts that `run` gives to `Job.remember`.
         least: (window, or None if unknown) -> tokens that a row needs.
+        shortest: (plan, tokenizer) -> tokens of its shortest prompt; shorter ones of the default lengths are left out.
         check: raises if a package, a file, a name or text is missing; it runs before a model is loaded.
         check_model: raises for a model that it cannot measure, with or without its weights.
     """
@@ -93,9 +96,12 @@ class Measure:
     by_default: bool = False
     reads_rows: bool = False
     asks: bool = False
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    whole: bool = True
     least: Callable[[int | None], int] = lambda window: 0
+    shortest: Callable[["EvalPlan", PreTrainedTokenizerBase], int] = lambda plan, tokenizer: 0
     check: Callable[["EvalPlan", PreTrainedTokenizerBase, list[str]], None] = lambda plan, tokenizer, texts: None
     check_model: Callable[[nn.Module], None] | None = None

@@ -24,7 +24,10 @@ from .subject import Subject
 FIRST_POSITION = 64
 # tokens of a block; the mean loss of each block of a row is stored
 BLOCK = 64
-ONE_ROW = f"blocks of {BLOCK} tokens of one row"
+_ONE_ROW = (
+    "Losses are those of a single row, and other texts may differ. `rope-patch eval --cliff --rows 8` compares both "
+    "models on more."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +156,14 @@ class LossByPosition(Result):
         step = max(self.seq_len // 64, 1)
         return self.bins([FIRST_POSITION, *range(FIRST_POSITION + step, self.seq_len, step), self.seq_len])
 
+    def figures(self, window: int | None) -> list[tuple[str, str, float]]:
+        end = min(window or self.seq_len, self.seq_len)
+        inside = self.in_window(end)
+        losses = [(f"loss to position {end:,}, in nats", "%.3f", inside)]
+        if end + 1 < self.seq_len:
+            losses.append((f"loss from there to {self.seq_len:,}", "%.3f", inside + self.cliff(end)))
+        return losses
+
     def over_window(self, window: int | None) -> Self:
         return replace(self, window=window)
 
@@ -175,13 +186,25 @@ class LossByPosition(Result):
         found = []
         for start, end in pairwise(_edges(window, len(first.blocks[0]))):
             if len(rows) > 1:
-                unit, interval = "rows", interval_over_rows
+                unit, interval, note = "rows", interval_over_rows, ""
                 before, after = ([fmean(row[k][start:end]) for row in rows] for k in (0, 1))
             else:
-                unit, interval = ONE_ROW, interval_over_blocks
+                unit, interval, note = f"blocks of {BLOCK} tokens of one row", interval_over_blocks, _ONE_ROW
                 before, after = (list(blocks[start:end]) for blocks in rows[0])
-            name = f"loss {BLOCK * start}..{BLOCK * end - 1}"
-            found.append(Pairs(before, after, unit, BLOCK * end, name=name, same=same, interval=interval))
+            first_token, last = BLOCK * start, BLOCK * end - 1
+            found.append(
+                Pairs(
+                    before,
+                    after,
+                    unit,
+                    BLOCK * end,
+                    name=f"loss {first_token}..{last}",
+                    same=same,
+                    interval=interval,
+                    sentence=f"text at positions {first_token:,} to {last:,}: the right next token gets {{}}",
+                    note=note,
+                )
+            )
         return found
 
     @classmethod

@@ -223,6 +223,10 @@ def _measured(job: Job) -> RetrievalGrid:
     return grid
 
 
+def _shortest(kind: Kind, plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase) -> int:
+    return shortest_prompt(kind, tokenizer, plan.chat_template)
+
+
 def _check(plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
     # the kind with the longest prompts first: the length that its error names is enough for the others
     for kind in sorted(
@@ -241,6 +245,7 @@ RETRIEVAL = tuple(
         asks=True,
         settings=("trials", "depths", "seed", "chat_template", "backend"),
         parts=("lengths",),
+        shortest=partial(_shortest, kind),
         check=_check,
         help=_HELP.get(kind, ""),
     )

@@ -9,6 +9,17 @@ from ..results.result import Pairs, Result
 
 GIVEN = "with the answer given"
 """How readers are told of a teacher-forced score."""
+_NUMBERS = {
+    "passkey": "passkeys",
+    "several": "passkeys of several people",
+    "single": "single numbers hidden in text",
+    "multikey": "keys among look-alikes",
+    "multivalue": "numbers of one key",
+    "multiquery": "numbers of several keys",
+    "ordinal": "numbers asked for by their order",
+}
+"""Kind -> the numbers that its questions ask for."""
+_FEW_TEXTS = "The passkeys of several people stand in few texts, and other texts may differ."
 
 
 @dataclass(frozen=True)
@@ -111,9 +122,24 @@ class RetrievalGrid(Result):
     def pairs(self, first: Self, window: int | None) -> list[Pairs]:
         hashes = [dict(zip(grid.lengths, grid.prompt_hashes, strict=False)) for grid in (first, self)]
         return [
-            Pairs(first.at(n), self.at(n), "prompts", n, same=len({h[n] for h in hashes if n in h}) < 2)
+            Pairs(
+                first.at(n),
+                self.at(n),
+                "prompts",
+                n,
+                same=len({h[n] for h in hashes if n in h}) < 2,
+                sentence=f"{_NUMBERS.get(self.kind, self.kind)} in {n:,} tokens: {{}} are found",
+                note=_FEW_TEXTS if self.kind == "several" else "",
+            )
             for n in first.lengths
             if n in self.lengths
+        ]
+
+    def figures(self, window: int | None) -> list[tuple[str, str, float]]:
+        found = zip(self.lengths, self.by_length, strict=True)
+        return [
+            (f"{_NUMBERS.get(self.kind, self.kind)} found at {n:,} tokens", "%.0f %%", 100 * share)
+            for n, share in found
         ]
 
     @classmethod

@@ -18,7 +18,7 @@ from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_positio
 from .base import Job, Measure
 from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores
 from .retrieval_grid import RetrievalGrid
-from .ruler_prompts import RulerPrompts, require_haystack, ruler_prompts
+from .ruler_prompts import SHORTEST_LENGTH, RulerPrompts, require_haystack, ruler_prompts
 
 if TYPE_CHECKING:
     from ..suite import EvalPlan
@@ -84,7 +84,14 @@ class Ruler(Result):
 
     def pairs(self, first: Self, window: int | None) -> list[Pairs]:
         return [
-            Pairs(scores, self.prompt_scores[task][self.lengths.index(n)], "prompts", n, task)
+            Pairs(
+                scores,
+                self.prompt_scores[task][self.lengths.index(n)],
+                "prompts",
+                n,
+                task,
+                sentence=f"RULER's {task} at {n} tokens: the score is {{}}",
+            )
             for task in first.prompt_scores
             if task in self.prompt_scores
             for n, scores in zip(first.lengths, first.prompt_scores[task], strict=True)
@@ -343,5 +350,6 @@ RULER = Measure(
     settings=("ruler_samples", "chat_template", "seed"),
     parts=("lengths", "ruler_lengths", "ruler_tasks"),
     files=("squad", "hotpotqa"),
+    shortest=lambda plan, tokenizer: SHORTEST_LENGTH,
     check=_check,
 )

@@ -22,8 +22,11 @@ class Pairs:
         task: task within the measure; "" if it has none.
         name: measure or task, and length or span, in words; "" builds it from the other fields.
         same: whether both models read the same prompts or rows.
-        interval: for losses, function that gives the 95 % interval of the mean difference; None for scores, of which
-            more is better.
+        interval: for losses in nats, function that gives the 95 % interval of the mean difference; None for scores from
+            0 to 1, of which more is better.
+        sentence: what opens a report if the models differ, with {} for the share of right answers, or exp(-loss), in
+            percent: "passkeys in 4,096 tokens: {} are found"; "" says the name and the score.
+        note: what a reader of such a comparison has to know, as a sentence; "" for nothing.
     """
 
     first: Sequence[float]
@@ -34,6 +37,8 @@ class Pairs:
     name: str = ""
     same: bool = True
     interval: Callable[[Sequence[float]], tuple[float, float]] | None = None
+    sentence: str = ""
+    note: str = ""
 
 
 class Result(ABC):
@@ -48,7 +53,7 @@ class Result(ABC):
     title: ClassVar[str]
     """Heading of the section; "{measure}" in it stands for the name of the measure."""
     column: ClassVar[str]
-    """The column of `table` in which models are compared."""
+    """The column of `table` in which models are compared; those before it say what a row is about."""
 
     def over_window(self, window: int | None) -> Self:
         """A copy whose figures within and beyond use `window`, so that models are compared over the same window."""
@@ -81,6 +86,14 @@ class Result(ABC):
     @abstractmethod
     def headline(self) -> dict[str, float]:
         """The few figures that a summary shows."""
+
+    def figures(self, window: int | None) -> list[tuple[str, str, float]]:
+        """The table that opens a report: what each figure is, its printf format, and its value.
+
+        Args:
+            window: positions by which losses are split; None if unknown.
+        """
+        return [(what, "%.3f", value) for what, value in self.headline().items()]
 
     @abstractmethod
     def table(self) -> list[dict[str, Any]]:

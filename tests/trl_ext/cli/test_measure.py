@@ -6,11 +6,13 @@ import math
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from support import training
 from support.characters import CHARACTERS, character_tokenizer, chat_tokenizer
+from support.packages import installed
 from support.tiny import WINDOW, tiny, tokens
 from tokenizers import normalizers
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -143,6 +145,24 @@ def test_the_help_of_eval_explains_measures_and_settings(capsys):
     assert re.search(r"--passkey [^-]*five-digit number", text) and re.search(r"--squad SQUAD SQuAD's JSON file", text)
 
 
+def test_a_measure_of_another_package_has_its_flags(folder, capsys):
+    code = Path(__file__).parents[2].joinpath("support/two_hop.py").read_text()
+    with installed(folder / "site", "of_two_hop", code, measures=["two-hop"]):
+        with pytest.raises(SystemExit):
+            cli.main(["eval", "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert "--two-hop variable tracking: assignments that" in text and "--hops HOPS assignments after the" in text
+        models = ["--model", f"native={folder / 'tiny'}", "--model", f"pi={folder / 'tiny'}@pi:factor=4"]
+        lengths = ["--length", "500", "--lengths", "300", "--trials", "6"]
+        report = ["--report", str(folder / "report")]
+        assert run(folder, "eval", *models, *report, *lengths, "--two-hop", "--hops", "3") == 0
+    out = capsys.readouterr().out
+    assert "two-hop, 300: 0.000, over 6 prompts" in out and "\nWon:  nothing beyond chance." in out
+    stored = json.loads((folder / "report/results.json").read_text())
+    assert [c["measure"] for c in stored["regressions"]["cells"]] == ["two-hop"]
+    assert len(stored["results"]["two-hop"]["pi"]["replies"]) == 4
+
+
 def test_lengths_go_from_a_sixteenth_of_the_window_on(folder, monkeypatch, capsys):
     wide = tiny(vocab_size=CHARACTERS, max_position_embeddings=16384)
     wide.save_pretrained(folder / "wide")
@@ -156,8 +176,8 @@ def test_lengths_go_from_a_sixteenth_of_the_window_on(folder, monkeypatch, capsy
     _, plan = plan_of(monkeypatch, folder, *narrow, "--passkey", "--ruler", "--length", "5000")
     assert plan.lengths == (512, 1024, 2048, 4096, 5000) and plan.ruler_lengths == (4096, 5000)
     out = capsys.readouterr().out
-    assert "Prompts of 4, 8, 16, 32, 64, 128, 256 tokens are left out: retrieval needs" in out
-    assert "512, 1024, 2048 tokens are left out: RULER needs 4096. --lengths names others." in out
+    assert "Prompts of 4, 8, 16, 32, 64, 128, 256 tokens are left out: passkey needs" in out
+    assert "512, 1024, 2048 tokens are left out: ruler needs 4096. --lengths names others." in out
     _, plan = plan_of(monkeypatch, folder, *narrow, "--passkey", "--lengths", "300", "400", "--ruler")
     assert plan.lengths == (300, 400) and plan.ruler_lengths is None
     _, plan = plan_of(monkeypatch, folder, *narrow, "--passkey", "--lengths", "400", "300", "400")

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, fields
 
 import pytest
+from support.packages import installed
 
 from rope_patch.base.not_here import NOT_HERE
 from rope_patch.rescalings import RESCALINGS
@@ -48,6 +49,13 @@ def test_options_of_an_objective_are_those_of_objective_args_with_what_they_hold
     found = [option.name for option in METHODS["objective", name].options]
     assert [option for option in found if "." not in option] == [f.name for f in fields(options)]
     assert set(option_classes(options)) == {option.split(".")[0] for option in found if "." in option}
+
+
+def test_a_package_that_cannot_be_imported_is_told_and_left_out(tmp_path, capsys, caplog):
+    with installed(tmp_path / "site", "far_views", "import nothing_of_this_name", views=["far"]):
+        assert cli.main(["methods"]) == 0
+    assert "  skip " in capsys.readouterr().out
+    assert "view 'far' of far_views cannot be loaded: No module named" in caplog.text
 
 
 def test_a_view_of_others_is_among_them(capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from support.packages import lay_out
 from support.ranks import ROOT
 from support.tiny import VOCAB, tiny
 from support.training import tokenizer
@@ -95,7 +96,7 @@ def test_a_mistake_that_all_ranks_find_is_told_once_and_last(recipe):
 def test_a_rank_that_fails_alone_ends_the_job_with_its_message(tmp_path, recipe):
     """Rank 1 raises in its second step, where rank 0 waits for its gradients."""
     plugin(tmp_path, 'raise RuntimeError("the disk of this rank is gone")')
-    status, _, lines, seconds = train(recipe, path=str(tmp_path))
+    status, _, lines, seconds = train(recipe, "--view", "of-rank-1", path=str(tmp_path))
     assert status == 1
     assert lines[-1] == "RuntimeError: the disk of this rank is gone", lines[-20:]
     assert "rank 1 has failed:" in lines and "Traceback (most recent call last):" in lines
@@ -105,16 +106,18 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_message(tmp_path, recipe)
 
 def test_a_rank_that_the_system_ends_is_named(tmp_path, recipe):
     plugin(tmp_path, "os.kill(os.getpid(), 9)")
-    status, _, lines, _ = train(recipe, path=str(tmp_path))
+    status, _, lines, _ = train(recipe, "--view", "of-rank-1", path=str(tmp_path))
     assert status == 128 + 9
     assert lines[-1] == "rank 1 was ended by SIGKILL: the memory of the host may be too small.", lines[-20:]
 
 
 def plugin(folder: Path, statement: str) -> None:
-    """An installed package, found by its entry point, that runs `statement` in the second step of rank 1."""
-    (folder / "of_rank_1.py").write_text(f"""
+    """An installed package whose view "of-rank-1" runs `statement` in the second step of rank 1."""
+    code = f"""
 import os
+from dataclasses import dataclass
 from transformers import Trainer
+from rope_patch.views import VIEWS, Skip
 
 step = Trainer.training_step
 
@@ -124,8 +127,10 @@ def failing(self, *args, **kwargs):
     return step(self, *args, **kwargs)
 
 Trainer.training_step = failing
-""")
-    metadata = folder / "of_rank_1-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: of-rank-1\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[rope_patch.views]\nof-rank-1 = of_rank_1\n")
+
+@VIEWS.register("of-rank-1")
+@dataclass(frozen=True)
+class OfRank1(Skip):
+    pass
+"""
+    lay_out(folder, "of_rank_1", code, views=["of-rank-1"])
