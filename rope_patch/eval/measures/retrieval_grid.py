@@ -120,20 +120,28 @@ class RetrievalGrid(Result):
         return by_depth + by_wording + [row(n, "all", "all", indices[n]) for n in self.lengths]
 
     def pairs(self, first: Self, window: int | None) -> list[Pairs]:
+        what, few_texts = _NUMBERS.get(self.kind, self.kind), self.kind == "several"
         hashes = [dict(zip(grid.lengths, grid.prompt_hashes, strict=False)) for grid in (first, self)]
-        return [
+        lengths = [n for n in first.lengths if n in self.lengths]
+        cells = [
             Pairs(
                 first.at(n),
                 self.at(n),
                 "prompts",
                 n,
                 same=len({h[n] for h in hashes if n in h}) < 2,
-                sentence=f"{_NUMBERS.get(self.kind, self.kind)} in {n:,} tokens: {{}} are found",
-                note=_FEW_TEXTS if self.kind == "several" else "",
+                sentence=f"{what} in {n:,} tokens: {{}} are found",
+                note=_FEW_TEXTS if few_texts else "",
             )
-            for n in first.lengths
-            if n in self.lengths
+            for n in lengths
         ]
+        if few_texts and len(cells) > 1:  # so few questions a length show large changes only
+            before = [score for cell in cells for score in cell.first]
+            after = [score for cell in cells for score in cell.second]
+            together = f"{what} at all {len(cells)} lengths together: {{}} are found"
+            name = f"{self.kind} at all {len(cells)} lengths"
+            cells.append(Pairs(before, after, "prompts", max(lengths), name=name, sentence=together, note=_FEW_TEXTS))
+        return cells
 
     def figures(self, window: int | None) -> list[tuple[str, str, float]]:
         found = zip(self.lengths, self.by_length, strict=True)

@@ -357,6 +357,29 @@ def test_one_cell_is_shown_in_several_wordings():
     assert [(p["length"], p["wording"]) for p in shown] == [(512, 0), (1024, 1), (512, 1)], "each cell first once"
 
 
+def test_few_questions_about_one_text_are_judged_at_all_lengths_together_too():
+    """Four of ten more at one length and five at the other: neither is beyond chance, both together are."""
+    near, far = [1.0] * 5 + [0.0] * 5, [0.0] * 10
+    native = replace(grid({512: near, 1024: far}), kind="several")
+    after = replace(grid({512: [1.0] * 9 + [0.0], 1024: [1.0] * 5 + [0.0] * 5}), kind="several")
+    compared = regressions({"several": {"native": native, "after": after}})
+    assert [(cell.name, cell.n, cell.first, cell.mean) for cell in compared.above] == [
+        ("several at all 2 lengths", 20, 0.25, 0.7)
+    ]
+    assert compared.above[0].p == pytest.approx(2 / 2**9)
+    assert len(compared.cells) == 3
+    one = {label: replace(grid({512: near}), kind="several") for label in ("native", "after")}
+    assert len(regressions({"several": one}).cells) == 1
+    assert (
+        len(
+            regressions(
+                {"passkey": {"native": replace(native, kind="passkey"), "after": replace(after, kind="passkey")}}
+            ).cells
+        )
+        == 2
+    )
+
+
 def test_the_difference_that_would_not_show_is_that_of_the_rule():
     """One prompt of 20 differs, and six must: the interval alone, about 8 points, would promise too much."""
     native, other = grid({512: [1.0] * 20}), grid({512: [1.0] * 19 + [0.0]})
