@@ -24,10 +24,10 @@ MINUTES = 8
 # Two cores read 12288 tokens in most of a minute, once for each of three models. They write eight chats in a minute, of
 # which one or two end, so there are no rows of chats. After 16 rows of 512 tokens it finds few far answers.
 _CPU: dict[str, Any] = {
-    "rows": 12,
+    "rows": 10,
     "row_length": 1024,
     "short": 0.0,
-    "shares": {"text": 1.0, "questions": 5.0},
+    "shares": {"text": 1.0, "questions": 4.0},
     "prompts": 10,  # about one text: six that differ, all one way, are beyond chance
 }
 _SHORT_PROMPTS = {"cuda": (4096, 16384), "cpu": (2048,)}
