@@ -21,8 +21,8 @@ _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 MINUTES = 8
 """How long the demo takes on two free cores with its own settings (research/results/demo.md)."""
 
-# Two cores read 11264 tokens in three quarters of a minute, once for each of three models. They write eight chats in a minute, of
-# which one or two end, so there are no rows of chats. After 16 rows of 512 tokens it finds few far answers.
+# Two cores read 11264 tokens in three quarters of a minute, once for each of three models. They write eight chats in a
+# minute, of which one or two end, so there are no rows of chats. After 16 rows of 512 tokens it finds few far answers.
 _CPU: dict[str, Any] = {
     "rows": 12,
     "row_length": 1024,
