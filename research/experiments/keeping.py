@@ -69,14 +69,14 @@ from native_kl import kl_from, losses_of
 from paragraph_questions import Paragraph, answers_about, read_paragraphs
 from result_parts import Parts
 from rope_patch import patch_model
-from rope_patch.eval import context_gain, loss_by_position, read_texts, ruler
+from rope_patch.eval import context_gain, loss_by_position, read_texts
 from rope_patch.eval.measures.harness import require_lm_eval
 from rope_patch.eval.measures.ruler_prompts import TASKS, RulerPrompts
 from rope_patch.generation.generation import greedy_tokens
 from rope_patch.layout.special_tokens import SpecialTokens
 from rope_patch.prompts.asking import Frame
 from rope_patch.views.by_name import resolve_view
-from ruler_prompts import kept_prompts
+from ruler_prompts import kept_prompts, ruler_scores
 from trl_ext.rows import make_rows, own_chats, own_texts
 
 EDGES = [64, *(2**k for k in range(10, 18))]
@@ -340,7 +340,7 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts
     if data.paragraphs:
         figures["squad"] = parts.get("squad", partial(answers_about, model, data.tokenizer, data.paragraphs))
     if data.ruler is not None:
-        figures["ruler"] = ruler_scores(model, data.tokenizer, data.ruler, args, parts)
+        figures["ruler"] = ruler_scores(model, data.tokenizer, args.ruler_lengths, args.ruler, data.ruler, parts)
     if args.bench:
         figures["short_text"] = parts.get("short_text", partial(short_text_figures, model, data, args))
     figures["measure_seconds"] = time.perf_counter() - begin
@@ -351,23 +351,6 @@ def asked(model: Any, data: Data, test: str, chat: bool, length: int) -> dict[st
     """What a model wrote to the questions of one test, form and length."""
     cell = {"test": test, "chat": chat, "length": length}
     return {**cell, **answered(model, data.tokenizer, test, data.asked[test, chat, length], length)}
-
-
-def ruler_scores(
-    model: Any, tokenizer: Any, prompts: RulerPrompts, args: argparse.Namespace, parts: Parts
-) -> dict[str, Any]:
-    """RULER's tasks in raw text, prompt by prompt, and a reply of each."""
-    found = ruler(
-        model,
-        tokenizer,
-        args.ruler_lengths,
-        samples=args.ruler,
-        chat_template="off",
-        progress=False,
-        remember=parts.remember,
-        prompts=prompts,
-    )
-    return {"lengths": found.lengths, "scores": found.prompt_scores, "replies": found.replies}
 
 
 def short_text_figures(model: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:

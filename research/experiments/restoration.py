@@ -59,11 +59,11 @@ from restoration_results import plot, tables
 from result_lines import read_lines
 from result_parts import Parts
 from rope_patch import load_adapter, patch_model
-from rope_patch.eval import loss_by_position, read_texts, ruler, short_text, text_rows
+from rope_patch.eval import loss_by_position, read_texts, short_text, text_rows
 from rope_patch.eval.measures.harness import require_lm_eval
 from rope_patch.eval.measures.ruler_prompts import RulerPrompts
 from rope_patch.layout.special_tokens import SpecialTokens
-from ruler_prompts import RULER_TASKS, kept_prompts
+from ruler_prompts import RULER_TASKS, kept_prompts, ruler_scores
 from trl_ext.data.long_documents import cut_into_rows
 
 QUARTERS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16)  # of the window, at which spans of loss by position end
@@ -162,18 +162,7 @@ def measure(model: Any, args: argparse.Namespace, data: Data, parts: Parts) -> L
         if data.asked:
             figures["asked"] = all_answered(model, data.tokenizer, data.asked, parts)
         if data.ruler is not None:
-            found = ruler(
-                model,
-                data.tokenizer,
-                args.lengths,
-                samples=args.ruler,
-                chat_template="off",
-                progress=False,
-                remember=parts.remember,
-                prompts=data.ruler,
-            )
-            scores = found.prompt_scores
-            figures["ruler"] = {"lengths": found.lengths, "scores": scores, "replies": found.replies}
+            figures["ruler"] = ruler_scores(model, data.tokenizer, args.lengths, args.ruler, data.ruler, parts)
     return figures
 
 

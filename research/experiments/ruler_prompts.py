@@ -1,4 +1,4 @@
-"""RULER's prompts for a study: made once, and kept beside its checkpoints, as making them takes minutes."""
+"""RULER in a study: prompts that are made once and kept beside its checkpoints, as that takes minutes, and scores."""
 
 import argparse
 import hashlib
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from result_parts import Parts
 from rope_patch.checkpoints.full_disk import whole_file
+from rope_patch.eval import ruler
 from rope_patch.eval.measures.ruler_prompts import TASKS, RulerPrompts, ruler_prompts
 
 RULER_TASKS = [task for task in TASKS if task != "ruler_qa_hotpot"]  # LinearARD's twelve
@@ -55,3 +57,29 @@ def kept_prompts(
         with whole_file(file) as beside:
             beside.write_text(json.dumps({"asked": asked, "prompts": cells}), encoding="utf-8")
     return prompts
+
+
+def ruler_scores(
+    model: Any, tokenizer: Any, lengths: Sequence[int], samples: int, prompts: RulerPrompts, parts: Parts
+) -> dict[str, Any]:
+    """Scores of `kept_prompts`, prompt by prompt, and a reply of each task and length; what `parts` has is not redone.
+
+    Args:
+        model: a causal LM.
+        tokenizer: of the model.
+        lengths: of the prompts.
+        samples: prompts of each task and length.
+        prompts: of these lengths.
+        parts: what the run has found so far.
+    """
+    found = ruler(
+        model,
+        tokenizer,
+        lengths,
+        samples=samples,
+        chat_template="off",
+        progress=False,
+        remember=parts.remember,
+        prompts=prompts,
+    )
+    return {"lengths": found.lengths, "scores": found.prompt_scores, "replies": found.replies}

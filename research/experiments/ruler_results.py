@@ -4,14 +4,13 @@ Scores are means over tasks, each with as many prompts, and over seeds. A figure
 beyond noise is marked with *: the 95 % interval of the paired difference lies below 0.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from keeping_results import cell, ended, short_text
-from paired_results import in_brackets, over_seeds
+from keeping_results import beyond, cell, ended
+from paired_results import head, macro, row
 from result_lines import mean_of, read_lines, runs_by_arm, spread
 from rope_patch.eval.results.figures import add_legend, compact, mark_window, new_figure, save_figure
 
@@ -56,76 +55,48 @@ def mean_score(runs: Runs, arm: str, length: int) -> float:
     return fmean(score for run in runs[arm] for score in scores(run, length))
 
 
-def short_mean(run: Run) -> float:
-    """Mean over benchmarks of their accuracies."""
-    return fmean(run["short_text"]["accuracy"].values())
+def short_scores(run: Run) -> list[float]:
+    """Of all questions of short text, weighed so that their mean is that of the benchmarks'; none if not measured."""
+    return macro(run.get("short_text", {}).get("scores", {}))
 
 
 def by_length(runs: Runs) -> str:
     """A row a model: RULER by length, and what became of short text, of losses and of its replies."""
     lengths, native = lengths_of(runs), runs["native"][0]
-    heads = [
-        "model",
-        "seeds",
-        *map(compact, lengths),
-        "short text",
-        "loss to 8K",
-        "loss 32K to 64K",
-        "KL",
-        "replies end",
-    ]
-    rows = [heads, ["---"] * len(heads)]
+    names = ["model", "seeds", *map(compact, lengths)]
+    lines = head([*names, "short text", "loss to 8K", "loss 32K to 64K", "KL", "replies end"])
     for arm, name in NAMES.items():
         same = runs[arm]
-        row = [name, str(len(same))]
-        row += [cell([scores(run, n) for run in same], scores(native, n), 3) for n in lengths]
-        star = (
-            "*"
-            if "short_text" in same[0] and cell([short_text(r) for r in same], short_text(native))[-1] == "*"
-            else ""
-        )
-        row.append(f"{fmean(map(short_mean, same)):.3f}{star}" if "short_text" in same[0] else "-")
-        row += [
-            spread([mean_of(run["loss_by_position"], *span) for run in same], 3)
-            for span in ((64, 8192), (32768, 65536))
-        ]
-        row.append(spread([run["own"]["kl"] for run in same], 2))
-        row.append(cell([ended(run) for run in same], ended(native)))
-        rows.append(row)
-    return _table(rows)
+        figures = [cell([scores(run, n) for run in same], scores(native, n), 3) for n in lengths]
+        figures.append(cell([short_scores(run) for run in same], short_scores(native), 3))
+        for first, end in ((64, 8192), (32768, 65536)):
+            figures.append(spread([mean_of(run["loss_by_position"], first, end) for run in same], 3))
+        figures.append(spread([run["own"]["kl"] for run in same], 2))
+        figures.append(cell([ended(run) for run in same], ended(native)))
+        lines.append(row([name, str(len(same)), *figures]))
+    return "\n".join(lines)
 
 
 def beside(runs: Runs, arm: str = "skills") -> str:
     """A row for each other model: by how much `arm` scores more, paired over prompts, each the mean over seeds."""
     lengths = lengths_of(runs)
-    rows = [[f"{NAMES[arm]}, less", *map(compact, lengths)], ["---"] * (1 + len(lengths))]
+    lines = head([f"{NAMES[arm]}, less", *map(compact, lengths)])
     for other, name in NAMES.items():
         if other != arm:
-            row = [name]
-            for n in lengths:
-                ours, theirs = (over_seeds([scores(run, n) for run in runs[x]]) for x in (arm, other))
-                pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
-                row.append(f"{fmean(pairs):+.3f} {in_brackets(pairs)}")
-            rows.append(row)
-    return _table(rows)
+            lines.append(row([name, *(beyond(runs[arm], runs[other], partial(scores, length=n)) for n in lengths)]))
+    return "\n".join(lines)
 
 
 def by_task(runs: Runs) -> str:
     """A row a task: scores by length of some models."""
     lengths, native = lengths_of(runs), runs["native"][0]
     shown = ("native", "yarn", "skills", "keep-2", "skills-no-kl-slow")
-    rows = [["task", *(f"{NAMES[arm]}, {' / '.join(map(compact, lengths))}" for arm in shown)]]
-    rows.append(["---"] * len(rows[0]))
+    lines = head(["task", *(f"{NAMES[arm]}, {' / '.join(map(compact, lengths))}" for arm in shown)])
     for task in sorted(native["ruler"]["scores"]):
         of = partial(scores, task=task)
-        columns = [
-            " / ".join(
-                cell([of(run, n) for run in runs[arm]], of(native, n) if arm != "native" else None) for n in lengths
-            )
-            for arm in shown
-        ]
-        rows.append([task.removeprefix("ruler_"), *columns])
-    return _table(rows)
+        columns = (" / ".join(cell([of(run, n) for run in runs[arm]], of(native, n)) for n in lengths) for arm in shown)
+        lines.append(row([task.removeprefix("ruler_"), *columns]))
+    return "\n".join(lines)
 
 
 def plot(runs: Runs, path: Path) -> list[Path]:
@@ -144,10 +115,6 @@ def plot(runs: Runs, path: Path) -> list[Path]:
     mark_window(axes, WINDOW)
     add_legend(figure, axes, columns=3)
     return save_figure(figure, path)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:

@@ -369,7 +369,7 @@ def test_the_figures_of_the_readme():
     for name, arm in {"as it came": "native", "YaRN 8x, nothing trained": "yarn", "extended by": "skills"}.items():
         (row,) = (row for row in rows if row[0].startswith(name))
         in_ruler = [share(ruler_results.mean_score(ruler, arm, n)) for n in (8192, 32768)]
-        assert row[1:] == [*in_ruler, short(f"{mean(map(ruler_results.short_mean, ruler[arm])):.3f}")]
+        assert row[1:] == [*in_ruler, short(f"{mean(mean(ruler_results.short_scores(run)) for run in ruler[arm]):.3f}")]
     extended = share(ruler_results.mean_score(ruler, "skills", 32768))
     untrained = found_at(searched, "ntk8", 16384)
     keys = keys_at_128k()
@@ -488,7 +488,7 @@ def test_what_is_said_of_the_recipe_with_skills_is_what_its_three_seeds_gave():
         return f"{mean(map(measure, runs[arm])):.{digits}f}".removeprefix("0")
 
     recipe = (ROOT / "examples" / "recipes" / "smollm2_keep_64k.yaml").read_text()
-    short_text = [of(ruler_results.short_mean, arm, 3) for arm in ("skills", "native")]
+    short_text = [of(lambda run: mean(ruler_results.short_scores(run)), arm, 3) for arm in ("skills", "native")]
     replies = [of(lambda run: mean(ruler_results.ended(run)), arm, 2) for arm in ("skills", "native")]
     at = {n: [score(arm, n) for arm in ("skills", "native")] for n in (4096, 8192, 32768)}
     assert (
@@ -498,7 +498,10 @@ def test_what_is_said_of_the_recipe_with_skills_is_what_its_three_seeds_gave():
     assert "rises from {1} to {0} at 8192 tokens and from {3} to {2} at 32768".format(*at[8192], *at[32768]) in text_of(
         "docs/choosing.md"
     )
-    rows, without = " ".join(text_of("docs/rows.md").split()), of(ruler_results.short_mean, "keep-2", 3)
+    rows, without = (
+        " ".join(text_of("docs/rows.md").split()),
+        of(lambda run: mean(ruler_results.short_scores(run)), "keep-2", 3),
+    )
     lifted = [(score("keep-2", n), score("skills", n)) for n in (4096, 32768)]
     assert "from {} to {} at 4096 tokens and from {} to {} at 32768".format(*lifted[0], *lifted[1]) in rows
     assert f"short text from {without} to {short_text[0]}" in rows
