@@ -17,6 +17,22 @@ from .trainer.trainer import RopeSFTTrainer
 
 _LENGTHS = (24, 13, 20, 17)
 
+SMALL_RUN: dict[str, Any] = {
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "max_length": 64,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "dataset_num_proc": None,
+    "gradient_checkpointing": False,  # TRL's default runs each layer twice
+}
+"""Settings of a run of some steps on a CPU, in which a step moves the weights far enough to be seen."""
+
 WAYS: dict[str, dict[str, Any]] = {
     "padded": {"per_device_train_batch_size": 4},
     "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
@@ -96,22 +112,7 @@ def check_resuming(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def trainer(folder: Path, settings: Mapping[str, Any], **more: Any) -> RopeSFTTrainer:
     """A trainer of a small model on four documents of 13 to 24 tokens, which logs each step."""
-    fixed: dict[str, Any] = {
-        "output_dir": str(folder),
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "max_length": 64,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "dataset_num_proc": None,
-        "gradient_checkpointing": False,
-        "train_sampling_strategy": "sequential",
-    }
+    fixed = {**SMALL_RUN, "output_dir": str(folder), "train_sampling_strategy": "sequential"}
     ids = random_ids(len(_LENGTHS), max(_LENGTHS)).tolist()
     data = Dataset.from_list([{"input_ids": row[:n]} for row, n in zip(ids, _LENGTHS, strict=True)])
     args = RopeSFTConfig(**{**fixed, **settings, **more})

@@ -9,6 +9,7 @@ from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
+from trl_ext.testing import SMALL_RUN
 from trl_ext.testing import WAYS as WAYS
 from trl_ext.testing import word_tokenizer as tokenizer
 
@@ -45,22 +46,12 @@ def trainer(output_dir: Path, trainer_class=RopeSFTTrainer, config_class=RopeSFT
     }
     dataset = options.pop("train_dataset", None) or documents()
     settings = {
+        **SMALL_RUN,
         "output_dir": str(output_dir),
         "max_steps": 4,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "max_length": 64,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
-        "dataset_num_proc": None,
-        "gradient_checkpointing": options.get("long_rows") == "on",  # TRL's default runs each layer twice
+        "gradient_checkpointing": options.get("long_rows") == "on",
         **({"long_documents": "split"} if options.get("cue") is not None else {}),
     }
     return trainer_class(
