@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,6 @@ class _Patch:
 
 
 _PATCHES: list[_Patch] = []  # in force, oldest first
-_CHANGES = threading.Lock()  # of the list and of the class
 
 
 def patch_on_load(method: str | View | Rescaling, *, seed: int = 0, when: When = "train", **options: Any) -> ExitStack:
@@ -62,22 +60,20 @@ def patch_on_load(method: str | View | Rescaling, *, seed: int = 0, when: When =
             `patch_model` does, and for an adapter that was trained with other RoPE parameters.
     """
     patch = _Patch(checked_method(method, options, seed=seed, when=when), seed, when)
-    with _CHANGES:
-        if not _PATCHES:
-            _wrap()
-        _PATCHES.append(patch)
+    if not _PATCHES:
+        _wrap()
+    _PATCHES.append(patch)
     undo = ExitStack()
     undo.callback(_end, patch)
     return undo
 
 
 def _end(patch: _Patch) -> None:
-    with _CHANGES:
-        _PATCHES.remove(patch)
-        now = vars(PreTrainedModel)["from_pretrained"]
-        # another library may have wrapped ours since: it stays then, and patches nothing
-        if not _PATCHES and isinstance(now, _FromPretrained):
-            PreTrainedModel.from_pretrained = now.original  # type: ignore[method-assign]
+    _PATCHES.remove(patch)
+    now = vars(PreTrainedModel)["from_pretrained"]
+    # another library may have wrapped ours since: it stays then, and patches nothing
+    if not _PATCHES and isinstance(now, _FromPretrained):
+        PreTrainedModel.from_pretrained = now.original  # type: ignore[method-assign]
     if not patch.ropes:
         logger.warning(
             f"patch_on_load({patch.method.name!r}) has patched no model: none was loaded by from_pretrained after the "

@@ -1,7 +1,6 @@
 """patch_on_load: what a program loads by name is what `patch_model` makes of the loaded model."""
 
 import re
-import threading
 from pathlib import Path
 
 import pytest
@@ -127,17 +126,6 @@ def test_a_wrapper_that_another_library_adds_stays(folder):
         assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
     finally:
         PreTrainedModel.from_pretrained = STOCK
-
-
-def test_threads_load_at_the_same_time(folder):
-    models = []
-    with patch_on_load(**YARN):
-        threads = [threading.Thread(target=lambda: models.append(load(folder))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [model.config.rope_parameters["factor"] for model in models] == [4.0] * 4
 
 
 @pytest.mark.parametrize(
