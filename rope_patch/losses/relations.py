@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ class RelationRequest(LossRequest):
         self.teacher: dict[int, dict[str, torch.Tensor]] = {}
         # layer -> one sum per target over tokens and heads, divided by the heads, in the order of targets.weights
         self.sums: dict[int, torch.Tensor] = {}
+        # (layer, relations) -> what the forward of their KL found, for the backward of a checkpointed layer
+        self.found: dict[tuple[int, str], list[torch.Tensor]] = {}
         self.logit_kl: torch.Tensor | None = None
 
     def visit(self, call: AttentionCall) -> None:
@@ -125,7 +128,7 @@ class RelationRequest(LossRequest):
             )
         teacher = {n: t.to(query.device, non_blocking=True) for n, t in self.teacher[layer].items()}
         student = {n: self._of_whole_rows(tensors[n]) for n in teacher}
-        rows = self._rows(student, teacher, call.scale)
+        rows = self._rows(layer, student, teacher, call.scale)
         n_heads = {name: query.shape[1] for name in self.targets.weights}
         if self.targets.denominator == "own_heads":
             n_heads |= {name: tensors[name].shape[1] for name in n_heads if name != "attention"}
@@ -139,11 +142,15 @@ class RelationRequest(LossRequest):
         return x if self.shard is None else self.shard.by_heads(x)
 
     def _rows(
-        self, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
+        self, layer: int, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
     ) -> dict[str, torch.Tensor]:
         """Target -> divergence of each row of its maps, [batch, its heads, n]."""
         factor = self.student_factor**-2  # squared, because both factors of a product have it
         rows: dict[str, torch.Tensor] = {}
+
+        def found(names: str) -> list[torch.Tensor] | None:
+            return self.found.setdefault((layer, names), []) if torch.is_grad_enabled() else None
+
         # relations of the same width and scale share one kernel launch: a few heads do not fill a GPU
         alike: dict[tuple[int, float], list[str]] = {}
         for name in self.targets.weights:
@@ -156,11 +163,14 @@ class RelationRequest(LossRequest):
                     student_scale=scaling * factor,
                     teacher_scale=scaling,
                     visibility=self.visibility,
+                    found=found(name),
                 )
             else:
                 alike.setdefault((student[name].shape[-1], 1.0 if name == "v" else factor), []).append(name)
-        divergence = relation_kl if self.targets.divergence == "kl" else relation_mse
         for (head_dim, correction), names in alike.items():
+            divergence: Any = relation_mse
+            if self.targets.divergence == "kl":
+                divergence = partial(relation_kl, found=found("".join(names)))
             together = divergence(
                 torch.cat([student[name] for name in names], 1) if len(names) > 1 else student[names[0]],
                 torch.cat([teacher[name] for name in names], 1) if len(names) > 1 else teacher[names[0]],
