@@ -59,7 +59,7 @@ def head_losses(
     scale, softcap = logit_transform(causal_lm.config.get_text_config())
     # z / T has the form of z: softcap / T tanh(scale / T product / (softcap / T))
     scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
-    metrics: list[RowMetrics] = []
+    metrics: list[RowMetrics] = []  # filled by `loss`, as `_with_weights` returns one tensor
 
     def loss(
         hidden_std: torch.Tensor, hidden_view: torch.Tensor | None, hidden_teacher: torch.Tensor | None

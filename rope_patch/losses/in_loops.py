@@ -73,6 +73,7 @@ def self_distillation_loss(
         raise ValueError("self_distillation_loss needs a model in training mode: call model.train() before it.")
     labelled = Labelled.of(batch)
     with _self_distiller(model, view, step, seed, progress, consistency) as distiller:
+        # without labels, or without documents that the view can change, a sum is 0 and its divisor would be too
         n_labels, n_compared = (_counts(distiller, labelled) if counts is None else counts).clamp(min=1).tolist()
         request = ViewRequest(labelled, n_labels, n_compared)
         with distiller.active():
