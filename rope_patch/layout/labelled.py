@@ -70,7 +70,7 @@ class Labelled:
         ordinal = documents.ordinal.expand(rows, seq_len)
         valid = real_tokens(ids, attention_mask)
         labels = batch.get("labels", ids).masked_fill(~valid, IGNORE_INDEX)
-        follows = torch.zeros_like(valid)
+        follows = torch.zeros_like(valid)  # whether the next token is of the same document
         follows[:, :-1] = valid[:, :-1] & valid[:, 1:] & (ordinal[:, :-1] == ordinal[:, 1:])
         next_label = torch.full_like(labels, IGNORE_INDEX)
         next_label[:, :-1] = torch.where(follows[:, :-1], labels[:, 1:], IGNORE_INDEX)
@@ -98,6 +98,7 @@ class Labelled:
     @property
     def next_token(self) -> torch.Tensor:
         """The token after each query in its document, with or without a label, -100 for none, [batch, n]."""
+        # the first token of a row, which roll moves to its end, is masked: a row's last query is an end or padding
         return self.ids.roll(-1, 1).masked_fill(~self.valid | self.ends, IGNORE_INDEX)
 
     @property
@@ -122,7 +123,7 @@ class Labelled:
             affected_from: s of each document, in the shape of its documents.
             rows: as in `ViewConsistency`.
         """
-        behind = self.t >= affected_from
+        behind = self.t >= affected_from  # [batch, n]
         chosen = behind & (self.next_label != IGNORE_INDEX)
         if rows == "query_in_suffix":
             chosen = chosen | (behind & self.ends & self.counted)
