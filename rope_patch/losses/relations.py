@@ -121,6 +121,7 @@ class RelationRequest(LossRequest):
             device = "cpu" if self.offload else query.device
             self.teacher[layer] = {n: self._of_whole_rows(tensors[n].detach()).to(device) for n in sorted(needed)}
             return
+        # TRL forces reentrant checkpointing for PEFT under ZeRO-3: https://github.com/deepspeedai/DeepSpeed/pull/8130
         if self.with_gradient and not torch.is_grad_enabled():
             raise ValueError(
                 "reentrant gradient checkpointing runs layers without gradients first, which loses the gradients of "

@@ -66,7 +66,8 @@ class SharedTeacher:
             try:
                 for module in noisy:
                     module.training = False
-                # not PEFT's disable_adapter, which unfreezes frozen adapters and walks through the model each time
+                # not PEFT's disable_adapter: it unfreezes frozen adapters, walks through the model each time, and flips
+                # requires_grad, which FSDP1 refuses (https://github.com/huggingface/peft/issues/1442)
                 for layer in self._layers:
                     layer._disable_adapters = True
                 yield decoder
