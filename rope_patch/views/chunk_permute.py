@@ -38,7 +38,7 @@ class ChunkPermute(View):
         return (length - 1 if last is None else last) + -length % -(-length // self.blocks)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        chunk = (length + self.blocks - 1) // self.blocks
+        chunk = (length + self.blocks - 1) // self.blocks  # C, in tokens
         words = [between(word, 0, 2**31 - 2) for word in key.words(range(self.blocks))]
         places = {}
         for b, word in enumerate(words):

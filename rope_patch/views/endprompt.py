@@ -110,7 +110,7 @@ class EndPrompt(Targeted):
         return self._parameters(documents.length, n_tokens, key)
 
     def _parameters(self, length: torch.Tensor, n_tokens: torch.Tensor, key: DrawKey) -> Parameters:
-        farthest = self.target - length
+        farthest = self.target - length  # skip of a cue that ends at L - 1
         skip = farthest if self.placement == "end" else key.integers(0, farthest, slot=0)
         moves = (length > n_tokens) & (n_tokens > 0)
         drawn = {"split": torch.where(moves, length - n_tokens, length), "skip": torch.where(moves, skip, 0)}
