@@ -176,7 +176,7 @@ def _reencoded(
     batches += [[a] for a in starts[len(whole) :]]
     losses = []
     for batch in batches:
-        windows = torch.stack([ids[a : a + short + stride] for a in batch])
+        windows = torch.stack([ids[a : a + short + stride] for a in batch])  # [batch, short + stride or fewer]
         windows[:, : len(begin)] = torch.tensor(list(begin), dtype=ids.dtype, device=ids.device)
         losses.append(subject.losses(subject.hidden(windows[:, :-1])[:, short - 1 :], windows[:, short:]).flatten())
     return torch.cat(losses)
@@ -192,6 +192,7 @@ def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> 
         end = min(first + (short if first == 0 else stride), len(ids) - 1)
         layers: list[Any] = cache.layers
         for layer in layers:
+            # [1, n_kv_heads, short or fewer, head_dim], rotated by the positions that they had
             layer.keys, layer.values = layer.keys[..., -short:, :], layer.values[..., -short:, :]
         past = min(first, short)
         positions = torch.arange(past, past + end - first, device=ids.device)[None]
@@ -199,6 +200,7 @@ def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> 
         # the block predicts ids[first + 1 .. end]
         losses.append(subject.losses(hidden, ids[None, first + 1 : end + 1])[0])
         first = end
+    # losses are of targets 1, 2, ...
     return torch.cat(losses)[short - 1 :]
 
 

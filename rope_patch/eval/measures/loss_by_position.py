@@ -287,7 +287,7 @@ def loss_by_position(
             total += losses.sum(0)
             losses = F.pad(losses, (1, 0))  # [batch, seq_len], by target position
             whole = losses[:, : losses.shape[1] // BLOCK * BLOCK]
-            blocks += map(tuple, whole.unflatten(1, (-1, BLOCK)).mean(-1).tolist())
+            blocks += map(tuple, whole.unflatten(1, (-1, BLOCK)).mean(-1).tolist())  # [batch, n_blocks]
             done(k * batch_size * rows.shape[1])
     loss = F.pad(total / len(rows), (1, 0), value=torch.nan)
     return LossByPosition(loss, len(rows), subject.trained_window, tuple(blocks), data_hash(rows))
