@@ -155,7 +155,7 @@ def export(
             )
         declared = getattr(text, "max_position_embeddings", None)
         window = _checked_window(window, text)
-        served = _with_window(copy.deepcopy(decoder.config), window)
+        served = _with_window(copy.deepcopy(decoder.config), window)  # what programs will read
         edits = fold_attention_factor(causal_lm, decoder, served) if wrong_outcomes(target, served) else {}
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text, window) if check else None

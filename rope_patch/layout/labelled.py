@@ -66,7 +66,7 @@ class Labelled:
         rows, seq_len = ids.shape
         documents = locate_documents(rows, seq_len, ids.device, position_ids, attention_mask)
         positions = torch.arange(seq_len, device=ids.device) if position_ids is None else position_ids
-        t = (positions - documents.start).expand(rows, seq_len)
+        t = (positions - documents.start).expand(rows, seq_len)  # any number on padding
         ordinal = documents.ordinal.expand(rows, seq_len)
         valid = real_tokens(ids, attention_mask)
         labels = batch.get("labels", ids).masked_fill(~valid, IGNORE_INDEX)
@@ -126,7 +126,7 @@ class Labelled:
         behind = self.t >= affected_from  # [batch, n]
         chosen = behind & (self.next_label != IGNORE_INDEX)
         if rows == "query_in_suffix":
-            chosen = chosen | (behind & self.ends & self.counted)
+            chosen = chosen | (behind & self.ends & self.counted)  # the last query, which predicts nothing
         return chosen, self.per_document(behind & self.counted)[self.ordinal]
 
     def suffix_total(self, affected_from: torch.Tensor | int, of: torch.Tensor | None = None) -> int:

@@ -152,7 +152,7 @@ def _with_weights(heads: list[Any], compute: Callable[..., torch.Tensor], *hidde
     """
     for head in {id(head): head for head in heads if head is not None}.values():
         if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
-            compute = partial(_as_forward_of, head, compute)
+            compute = partial(_as_forward_of, head, compute)  # the next head's forward calls this one's
     return compute(*hidden)
 
 

@@ -78,7 +78,7 @@ def self_distillation_loss(
         request = ViewRequest(labelled, n_labels, n_compared)
         with distiller.active():
             tie = call_with(model, batch, request)
-    loss = request.result.loss + tie
+    loss = request.result.loss + tie  # tie is 0, with a graph to every parameter
     del request.result  # checkpointed layers hold the request: if it held their graph, neither would be freed
     return distiller.backward_outside(loss)
 

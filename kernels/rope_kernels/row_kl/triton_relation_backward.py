@@ -62,6 +62,7 @@ def _sweep(
         if AS_KEYS:
             top_s, log_sum_s = top_s_j[None, :], log_sum_s_j[None, :]
             top_t, log_sum_t = top_t_j[None, :], log_sum_t_j[None, :]
+            # C_ji, by the softmax of rows j
             as_key = difference(zs, zt, top_s, log_sum_s, top_t, log_sum_t, scale_s, scale_t) * grad_j[None, :]
             if AS_QUERIES:
                 together = (row < n)[:, None] & in_col[None, :]
@@ -151,6 +152,7 @@ def _relation_kl_bwd_kernel(
     if HAS_DOCUMENTS:
         document_ptr += batch * n
         row_document = tl.load(document_ptr + row, mask=in_row, other=-1)
+        # the tiles that some row of the block can meet
         low = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0)
         begin = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
         finish = tl.max(tl.load(end_ptr + batch * n + row, mask=in_row, other=0), 0)

@@ -144,6 +144,7 @@ def context_gain(
         if getattr(config, "sliding_window", None) and (layers is None or any("full" not in layer for layer in layers)):
             raise ValueError("kind='paper' does not work with sliding-window layers: use kind='exact'.")
     seq_len = rows.shape[1]
+    # [C - short] each, means over rows
     gains = {name: torch.zeros(seq_len - short, dtype=torch.float64) for name in dict.fromkeys(("exact", kind))}
     # tokens read of each row: the row, its short windows, which overlap, and for "paper" the row once more
     per_row = seq_len + len(range(0, seq_len - short, stride)) * (short + stride) + (kind == "paper") * seq_len
