@@ -101,7 +101,7 @@ class PerLayer(Several):
         """The key of each layer, [layers, 1, 1], if layers get separate draws."""
         if self.layers != "independent":
             return key
-        streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.device)
+        streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.device)  # [layers]
         return replace(key, stream=streams[:, None, None])
 
     def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[list[int], View, Parameters]]:
