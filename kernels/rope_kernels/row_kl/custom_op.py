@@ -61,7 +61,7 @@ class _RowKL(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
         *inputs, found = arguments
         if found:
-            kl, parts = found
+            kl, parts = found  # [batch, n_heads, n]; [4, batch, n_heads, n] of the Triton kernels, else empty
             kl = kl.clone()  # autograd writes into an output
         else:
             run: Any = _forward_op if torch.compiler.is_compiling() else _forward
