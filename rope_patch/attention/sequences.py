@@ -62,8 +62,8 @@ class Sequences:
             _gathered(query, self.queries),
             _gathered(key, self.keys),
             _gathered(value, self.keys),
-            None,
-            position_ids=None,
+            None,  # no mask: the ends below say which keys a query has
+            position_ids=None,  # those of the call are of its whole rows
             cu_seq_lens_q=self.query_ends,
             cu_seq_lens_k=self.key_ends,
             max_length_q=self.longest_query,

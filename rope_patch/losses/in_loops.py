@@ -204,7 +204,7 @@ def view_states(
     document = document_of_tokens(ids, batch.get("attention_mask"), batch.get("position_ids"))
     reader, states = _LastStates(model), []
     for view in views:
-        request = _StatesRequest(document >= 0, document)
+        request = _StatesRequest(document >= 0, document)  # padding is in document -1
         with source_in_force(model, _DrawnAt(view, step, seed, progress)), reader.active():
             call_with(model, batch, request)
         states.append(reader.backward_outside(request.states))
