@@ -89,8 +89,9 @@ class RelationRequest(LossRequest):
         self.student_factor = student_factor
         self.offload = offload
         self.with_gradient = False  # whether the student's forward was called with gradients on
+        # (cos, sin) by whether the teacher runs, then by layer type, None if all layers have one pair
         self.rotations: dict[bool, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = {True: {}, False: {}}
-        self.teacher: dict[int, dict[str, torch.Tensor]] = {}
+        self.teacher: dict[int, dict[str, torch.Tensor]] = {}  # by layer, then by "q", "k" or "v"
         # layer -> one sum per target over tokens and heads, divided by the heads, in the order of targets.weights
         self.sums: dict[int, torch.Tensor] = {}
         # (layer, relations) -> what the forward of their KL found, for the backward of a checkpointed layer
@@ -120,6 +121,7 @@ class RelationRequest(LossRequest):
             device = "cpu" if self.offload else query.device
             self.teacher[layer] = {n: self._of_whole_rows(tensors[n].detach()).to(device) for n in sorted(needed)}
             return
+        # TRL forces reentrant checkpointing for PEFT under ZeRO-3: https://github.com/deepspeedai/DeepSpeed/pull/8130
         if self.with_gradient and not torch.is_grad_enabled():
             raise ValueError(
                 "reentrant gradient checkpointing runs layers without gradients first, which loses the gradients of "
@@ -171,6 +173,7 @@ class RelationRequest(LossRequest):
             divergence: Any = relation_mse
             if self.targets.divergence == "kl":
                 divergence = partial(relation_kl, found=found("".join(names)))
+            # [batch, heads of all names, n]
             together = divergence(
                 torch.cat([student[name] for name in names], 1) if len(names) > 1 else student[names[0]],
                 torch.cat([teacher[name] for name in names], 1) if len(names) > 1 else teacher[names[0]],
@@ -304,6 +307,7 @@ class RelationDistiller(Distiller):
 
     def _keep_rotation(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._in_flight is not None:
+            # called as (hidden, position_ids) or, once per layer type, as (hidden, position_ids, layer_type)
             kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
             self._in_flight.rotations[self._in_flight.teaching][kind] = output
 

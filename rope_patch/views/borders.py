@@ -108,8 +108,9 @@ def drawn_border(
             found = torch.isin(windows[..., 0], known[:, 0]) if size == 1 else _any_of(windows, known)
             follows[:, size:] |= found & (t[:, size:] >= size)
     follows &= t < length
+    # [batch, seq_len]: borders of the batch up to each token, so that each border has a number
     number = follows.flatten().cumsum(0).view(ids.shape)
-    count = torch.zeros(ordinal.numel(), dtype=torch.int64, device=ids.device)
+    count = torch.zeros(ordinal.numel(), dtype=torch.int64, device=ids.device)  # of borders, by document
     count.scatter_add_(0, ordinal.flatten(), follows.flatten().long())
     before = count.cumsum(0) - count  # documents come in rising order
     taken = key.integers(1, count[documents.ordinal].clamp(min=1), slot=0) + before[documents.ordinal]

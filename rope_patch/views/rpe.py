@@ -77,6 +77,7 @@ class RPE(View):
             sample = samples[:, None]
             tokens = torch.zeros_like(sample).index_put_((which.flatten(),), length.reshape(-1, 1))
         draw_key = key.per_step() if self.granularity == "step" else replace(key, sample=sample)
+        # [max_index] where all documents of the step share it, else [documents, max_index]
         drawn = draw_key.uniform(slot=slots)
         if self.values == "floats":
             table = torch.where(slots < tokens, drawn * self.max_index, math.inf).sort(-1).values
@@ -84,6 +85,7 @@ class RPE(View):
             order = drawn.sort(dim=-1, stable=True).indices
             rank = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))
             table = torch.where(rank < tokens, slots, self.max_index).sort(-1).values
+        # one row of the table after the other; `_begin` is where the row of a token's document starts
         return {"_table": table.flatten(), "_begin": which * self.max_index, "_length": length}
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ def row_kl(
     borders = (None if x is None else x.contiguous() for x in visibility.tensors)
     if torch.compiler.is_compiling():
         found = None  # the compiler decides what is computed again
+    # the inputs have been cast; autocast would also cast the products of the chunked version, which are float32
     with torch.autocast(student[0].device.type, enabled=False):
         kl: torch.Tensor = _RowKL.apply(*tensors, *scales, visibility.causal, *borders, found)
     return kl
@@ -60,7 +61,7 @@ class _RowKL(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
         *inputs, found = arguments
         if found:
-            kl, parts = found
+            kl, parts = found  # [batch, n_heads, n]; [4, batch, n_heads, n] of the Triton kernels, else empty
             kl = kl.clone()  # autograd writes into an output
         else:
             run: Any = _forward_op if torch.compiler.is_compiling() else _forward
@@ -77,6 +78,7 @@ class _RowKL(torch.autograd.Function):
         *tensors, document, first, end = ctx.saved_tensors
         run: Any = _backward_op if torch.compiler.is_compiling() else _backward
         grad_q, grad_k = run(grad, *tensors, *ctx.settings, document, first, end)
+        # one for each argument of `forward`: a gradient to the student's queries and keys alone
         return grad_q, None if tensors[1] is None else grad_k, *(None,) * 9
 
 
@@ -113,7 +115,7 @@ def _forward(
     from .chunked import row_kl_forward as chunked
 
     kl = chunked(*inputs, visibility)
-    return kl, kl.new_empty(0)
+    return kl, kl.new_empty(0)  # the chunked backward needs no parts
 
 
 _forward_op = torch.library.custom_op("rope_kernels::row_kl", _forward, mutates_args=())
@@ -152,7 +154,7 @@ def _backward(
         return _empty_gradients(student_q, student_k)
     if runs_on_triton(student_q):
         with torch.cuda.device_of(student_q):  # Triton launches on the current GPU
-            if student_k is None or teacher_k is None:
+            if student_k is None or teacher_k is None:  # each row is a query and a key
                 if runs_on_hopper((student_q, teacher_q), visibility):
                     from .hopper_relation_backward import relation_kl_backward
                 else:
