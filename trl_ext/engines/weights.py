@@ -19,7 +19,7 @@ def computed_in(accelerator: Accelerator) -> torch.dtype | None:
         policy = getattr(accelerator.state.fsdp_plugin, "mixed_precision_policy", None)
         return getattr(policy, "param_dtype", None)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)  # "no" casts nothing
     return None
 
 
@@ -28,7 +28,7 @@ def hold_like_student(teacher: CopiedTeacher, accelerator: Accelerator) -> None:
     dtype = computed_in(accelerator)
     if dtype is not None:
         teacher.cast(dtype)
-    if accelerator.is_fsdp2 and not teacher.offload:
+    if accelerator.is_fsdp2 and not teacher.offload:  # one on the host waits there whole
         teacher.shard()
 
 
@@ -45,7 +45,7 @@ def require_unharmed_codes(model: nn.Module, accelerator: Accelerator) -> None:
         kind = type(parameter).__name__
         if kind == "Int8Params":
             raise ValueError("FSDP does not train on weights in 8 bits: take load_in_4bit, or DDP.")
-        if kind != "Params4bit" or not parameter.is_floating_point():
+        if kind != "Params4bit" or not parameter.is_floating_point():  # bnb_4bit_quant_storage: codes in a float's bits
             continue
         held = str(parameter.dtype).removeprefix("torch.")
         if not copies_bits(parameter.dtype, accelerator.device):
