@@ -72,11 +72,12 @@ class ModelSize:
         adapted = bool(adapter_layers(model))
 
         def count(parameters: Iterable[nn.Parameter]) -> int:
+            # with adapters, what is trained is theirs and not the model's
             return sum(numel(p) for p in parameters if not (_is_code(p) or (adapted and p.requires_grad)))
 
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        n_full = sum(kind != "sliding_attention" for kind in types)
+        n_full = sum(kind != "sliding_attention" for kind in types)  # linear and chunked attention too
         linears = attention_linears(decoder)
         queries = config.num_attention_heads * head_dim
         keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
