@@ -36,12 +36,12 @@ def draw_skill(skill: Skill, n: int, rng: random.Random) -> Asked:
 def _chain(n: int, rng: random.Random) -> Asked:
     wording = rng.choice(CHAINS)
     first, link = wording.told
-    sizes = _parts(n, n // 3, 2, rng)
+    sizes = _parts(n, n // 3, 2, rng)  # names in each chain
     names = _different(n, lambda: draw_name(rng))
     values = _different(len(sizes), lambda: draw_value(wording.value, rng), names)
     told, questions = [], []
     for size, value in zip(sizes, values, strict=True):
-        chain, names = names[:size], names[size:]
+        chain, names = names[:size], names[size:]  # names of other chains are left
         links = [link.format(before=before, name=name) for before, name in pairwise(chain)]
         told.append([first.format(name=chain[0], value=value), *links])
         if rng.random() < 0.5:
@@ -49,6 +49,7 @@ def _chain(n: int, rng: random.Random) -> Asked:
         else:
             questions.append(_ask(wording, "value", value, name=chain[-1]))
     rng.shuffle(questions)
+    # chains run through each other, and the links of each stay in order
     return _merged(told, rng), questions
 
 
@@ -72,7 +73,7 @@ def _count(n: int, rng: random.Random) -> Asked:
 def _order(n: int, rng: random.Random) -> Asked:
     wording = rng.choice(ORDERS)
     names = _different(n, lambda: draw_name(rng))
-    nth = {"first": 0, "second": 1, **({"third": 2} if n > 3 else {}), "last": -1}
+    nth = {"first": 0, "second": 1, **({"third": 2} if n > 3 else {}), "last": -1}  # of three, the third is the last
     questions = [_ask(wording, "nth", names[nth[which]], nth=which) for which in rng.sample(list(nth), 2)]
     a, b = rng.sample(names, 2)
     questions.append(_ask(wording, "earlier", min(a, b, key=names.index), a=a, b=b))
@@ -169,14 +170,14 @@ def _grouped(
     """A wording, `n` sentences of it, and each name with its values in the order of the text; one name has most."""
     wording = rng.choice(wordings)
     sizes = [0, 0]
-    while sizes.count(max(sizes)) > 1:
+    while sizes.count(max(sizes)) > 1:  # until one name has most values
         sizes = _parts(n, max(n // 3, 2), 1, rng)
     names = _different(len(sizes), lambda: draw_name(rng))
     values = _different(n, lambda: draw_value(wording.value, rng), names)
     groups = []
     for name, size in zip(names, sizes, strict=True):
         groups.append((name, values[:size]))
-        values = values[size:]
+        values = values[size:]  # others' values
     told = [[wording.told[0].format(name=name, value=value) for value in of_name] for name, of_name in groups]
     return wording, _merged(told, rng), groups
 
