@@ -44,6 +44,7 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
     }
     if view.perturbs:
         method["view_seed"] = seed
+    # tuples become lists, as in a record that was read
     return json.loads(json.dumps(method, default=_as_json))
 
 
@@ -84,7 +85,7 @@ def differences(recorded: dict[str, Any], current: dict[str, Any], owner: str = 
     """Fields that both have and that differ: (recorded, current) as name=value."""
     found = []
     for name, now in current.items():
-        was = recorded.get(name, now)
+        was = recorded.get(name, now)  # a field that the record lacks is no difference
         if isinstance(was, dict) and isinstance(now, dict) and "law" not in now:  # a law is one value
             found += differences(was, now, f"{owner}{name}.")
         elif was != now:

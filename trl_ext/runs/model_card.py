@@ -80,10 +80,11 @@ class DatasetFacts:
         """Read them from a `datasets.Dataset`, or anything else that a trainer takes."""
         info = getattr(dataset, "info", None)
         files = list(getattr(info, "download_checksums", None) or {})
+        # hf://datasets/OWNER/NAME@COMMIT/FILE
         on_hub = [file.removeprefix(_HUB).partition("@")[0] for file in files if file.startswith(_HUB)]
         named = getattr(info, "dataset_name", None) or ""
         name = on_hub[0] if on_hub else "" if named in _READERS else named
-        is_cut = "input_ids" in (getattr(dataset, "column_names", None) or ())
+        is_cut = "input_ids" in (getattr(dataset, "column_names", None) or ())  # rows may be parts of texts
         return cls(name, len(dataset) if isinstance(dataset, Sized) and not is_cut else None)
 
     def named(self, name: str | None) -> Self:
@@ -142,7 +143,7 @@ def run_facts(
         "papers": list(dict.fromkeys(cited)),
         "versions": installed_versions("torch", "transformers", "trl", "peft"),
     }
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: value for name, value in known.items() if value is not None}  # 0 and [] are facts
 
 
 def card_of(
