@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+# arguments of loading that say where the config is
 _OF_CONFIG = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
 
 
@@ -46,7 +47,7 @@ def loading_options(model: Any, args: "RopeSFTConfig") -> Iterator[None]:
     given = args.model_init_kwargs
     options: dict[str, Any] = {**(given or {})}  # type: ignore[dict-item]  # parsed from JSON by now
     if sees_idle_gpus(args):
-        options.setdefault("device_map", {"": args.device.index or 0})
+        options.setdefault("device_map", {"": args.device.index or 0})  # all of the model on the GPU that trains
     if (
         isinstance(model, str)
         and not is_deepspeed_zero3_enabled()
@@ -58,7 +59,7 @@ def loading_options(model: Any, args: "RopeSFTConfig") -> Iterator[None]:
     try:
         yield
     finally:
-        args.model_init_kwargs = given
+        args.model_init_kwargs = given  # what is saved with checkpoints names no class of ours
 
 
 def sees_idle_gpus(args: "RopeSFTConfig") -> bool:
