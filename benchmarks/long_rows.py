@@ -38,6 +38,7 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.memory.offloaded import PIECE, pinned_bytes
+from trl_ext.memory.plan import host_memory
 
 GIB = 1 << 30
 CASES = (
@@ -213,10 +214,11 @@ def memory(model: Any, config: Any, plan: Any, length: int) -> dict[str, Any]:
         return line
     layers = model.get_base_model().model.layers
     weights = sum(p.numel() * p.element_size() for p in layers.parameters()) / len(layers)
-    checkpoint = plan.checkpoints / (config.num_hidden_layers + 1)
+    checkpoint = plan.memory.checkpoints / (config.num_hidden_layers + 1)
     on_host = 0
-    if plan.on:  # of all layers, as many as the host has room for
-        on_host = min(config.all_layers, plan.host // pinned_bytes(int(checkpoint)))
+    if plan.on:  # of all layers, as many as the host has room for beside those that are pinned there by now
+        room = host_memory() + plan.offloaded
+        on_host = min(config.all_layers, room // pinned_bytes(int(checkpoint)))
     kept = config.num_hidden_layers - plan.offloaded_layers * plan.on
     added = more * weights + (config.all_layers - on_host - kept) * checkpoint
     return {**line, f"peak_gib_with_{config.all_layers}_layers": peak + added / GIB}
