@@ -78,9 +78,9 @@ class SequenceRanks:
             whole = {}
             for name in (*_OF_ROWS, "shift_labels"):
                 if name in batch:
-                    own = batch[name].to(self.accelerator.device).contiguous()  # [rows, n / ranks]
-                    parts = [torch.empty_like(own) for _ in range(self.size)]
-                    distributed.all_gather(parts, own, group=self.group)
+                    part = batch[name].to(self.accelerator.device).contiguous()  # [rows, n / ranks]
+                    parts = [torch.empty_like(part) for _ in range(self.size)]
+                    distributed.all_gather(parts, part, group=self.group)
                     whole[name] = torch.cat(parts, 1)
             next_labels = whole.pop("shift_labels")
             # DeepSpeed shifts labels before it splits rows; no token predicts the first one

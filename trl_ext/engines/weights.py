@@ -47,17 +47,17 @@ def require_unharmed_codes(model: nn.Module, accelerator: Accelerator) -> None:
             raise ValueError("FSDP does not train on weights in 8 bits: take load_in_4bit, or DDP.")
         if kind != "Params4bit" or not parameter.is_floating_point():  # bnb_4bit_quant_storage: codes in a float's bits
             continue
-        held = str(parameter.dtype).removeprefix("torch.")
+        stored = str(parameter.dtype).removeprefix("torch.")
         if not copies_bits(parameter.dtype, accelerator.device):
             raise ValueError(
-                f"FSDP copies weights by a kernel of torch {torch.__version__} that takes all NaNs in {held} for one "
-                f"(pytorch issue 159333), which destroys 4-bit weights that lie in {held}: {whole}."
+                f"FSDP copies weights by a kernel of torch {torch.__version__} that takes all NaNs in {stored} for one "
+                f"(pytorch issue 159333), which destroys 4-bit weights that lie in {stored}: {whole}."
             )
         if dtype not in (None, parameter.dtype):
-            wanted = str(dtype).removeprefix("torch.")
-            remedy = f"set bnb_4bit_quant_storage to {wanted!r}" if copies_bits(dtype, accelerator.device) else whole
+            computed = str(dtype).removeprefix("torch.")
+            remedy = f"set bnb_4bit_quant_storage to {computed!r}" if copies_bits(dtype, accelerator.device) else whole
             raise ValueError(
-                f"FSDP computes in {wanted} here, and would cast 4-bit weights that lie in {held}, which destroys "
+                f"FSDP computes in {computed} here, and would cast 4-bit weights that lie in {stored}, which destroys "
                 f"them: {remedy}."
             )
 

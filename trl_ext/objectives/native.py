@@ -84,8 +84,8 @@ class NativeObjective(Objective):
         if self.forward_loss.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
             # [N]; with text_weight, tokens without a label have values as well, which are not those of labels
-            of_labels = {name: values.double().masked_fill(~request.has_label, 0) for name, values in sums.items()}
-            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in of_labels.items()}
+            label_values = {name: values.double().masked_fill(~request.has_label, 0) for name, values in sums.items()}
+            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in label_values.items()}
         if self.forward_loss.reads_text:
             parts["text_ce"] = rows.ce.double().sum(), batch_counts["next"]
         return request.loss, parts

@@ -113,9 +113,9 @@ def _row(
     rng: random.Random,
     advice: str,
 ) -> Row:
-    told, questions = _drawn(kind, n, rng)
+    sentences, questions = _drawn(kind, n, rng)
     turns = turns_of(len(questions))
-    hidden = [_ids(pieces, f" {sentence}") for sentence in told]
+    hidden = [_ids(pieces, f" {sentence}") for sentence in sentences]
     tail, labelled = _asked(pieces, turns, questions)
     room = length - len(turns.begin) - len(tail) - sum(map(len, hidden))  # tokens of text
     if room < 2 * len(hidden):  # sentences would stand beside each other

@@ -35,31 +35,31 @@ def draw_skill(skill: Skill, n: int, rng: random.Random) -> Asked:
 
 def _chain(n: int, rng: random.Random) -> Asked:
     wording = rng.choice(CHAINS)
-    first, link = wording.told
+    first, link = wording.sentences
     sizes = _parts(n, n // 3, 2, rng)  # names in each chain
     names = _different(n, lambda: draw_name(rng))
     values = _different(len(sizes), lambda: draw_value(wording.value, rng), names)
-    told, questions = [], []
+    hidden, questions = [], []
     for size, value in zip(sizes, values, strict=True):
         chain, names = names[:size], names[size:]  # names of other chains are left
         links = [link.format(before=before, name=name) for before, name in pairwise(chain)]
-        told.append([first.format(name=chain[0], value=value), *links])
+        hidden.append([first.format(name=chain[0], value=value), *links])
         if rng.random() < 0.5:
             questions.append(_ask(wording, "names", _listed(chain), value=value))
         else:
             questions.append(_ask(wording, "value", value, name=chain[-1]))
     rng.shuffle(questions)
     # chains run through each other, and the links of each stay in order
-    return _merged(told, rng), questions
+    return _merged(hidden, rng), questions
 
 
 def _values(n: int, rng: random.Random) -> Asked:
-    wording, told, groups = _grouped(VALUES, n, rng)
-    return told, [_ask(wording, "all", _listed(values), name=name) for name, values in groups]
+    wording, hidden, groups = _grouped(VALUES, n, rng)
+    return hidden, [_ask(wording, "all", _listed(values), name=name) for name, values in groups]
 
 
 def _count(n: int, rng: random.Random) -> Asked:
-    wording, told, groups = _grouped(COUNTS, n, rng)
+    wording, hidden, groups = _grouped(COUNTS, n, rng)
     questions = [_ask(wording, "most", max(groups, key=lambda group: len(group[1]))[0])]
     for name, values in groups:
         if rng.random() < 0.5:
@@ -67,7 +67,7 @@ def _count(n: int, rng: random.Random) -> Asked:
         else:
             questions.append(_ask(wording, "list", f"{_listed(values)}, {len(values)} in all", name=name))
     rng.shuffle(questions)
-    return told, questions
+    return hidden, questions
 
 
 def _order(n: int, rng: random.Random) -> Asked:
@@ -78,7 +78,7 @@ def _order(n: int, rng: random.Random) -> Asked:
     a, b = rng.sample(names, 2)
     questions.append(_ask(wording, "earlier", min(a, b, key=names.index), a=a, b=b))
     rng.shuffle(questions)
-    return [wording.told[0].format(name=name) for name in names], questions
+    return [wording.sentences[0].format(name=name) for name in names], questions
 
 
 def _comparison(n: int, rng: random.Random) -> Asked:
@@ -92,7 +92,7 @@ def _comparison(n: int, rng: random.Random) -> Asked:
         _ask(wording, "larger", max(a, b, key=numbers.__getitem__), a=a, b=b),
     ]
     rng.shuffle(questions)
-    return [wording.told[0].format(name=name, value=value) for name, value in numbers.items()], questions
+    return [wording.sentences[0].format(name=name, value=value) for name, value in numbers.items()], questions
 
 
 _DRAWS: dict[Skill, Callable[[int, random.Random], Asked]] = {
@@ -127,7 +127,7 @@ def draw_passages(text: str, n: int, rng: random.Random, near: str | None = None
     wording = rng.choice(PASSAGES)
     # the first and the last one may be parts of sentences
     sentences = re.split(r"(?<=[.!?]) ", near)[1:-1]
-    pairs = [pair for pair in pairwise(sentences) if all(_is_plain(one) and text.count(one) == 1 for one in pair)]
+    pairs = [pair for pair in pairwise(sentences) if all(_is_plain(s) and text.count(s) == 1 for s in pair)]
     questions = []
     for sentence, following in rng.sample(pairs, min(n, len(pairs))):
         gaps = _gaps(text, sentence)
@@ -178,8 +178,8 @@ def _grouped(
     for name, size in zip(names, sizes, strict=True):
         groups.append((name, values[:size]))
         values = values[size:]  # others' values
-    told = [[wording.told[0].format(name=name, value=value) for value in of_name] for name, of_name in groups]
-    return wording, _merged(told, rng), groups
+    hidden = [[wording.sentences[0].format(name=name, value=value) for value in group] for name, group in groups]
+    return wording, _merged(hidden, rng), groups
 
 
 def _parts(n: int, k: int, least: int, rng: random.Random) -> list[int]:
@@ -202,9 +202,9 @@ def _different(n: int, draw: Callable[[], str], but: Collection[str] = ()) -> li
     """`n` different draws, none of them in `but`."""
     drawn: list[str] = []
     while len(drawn) < n:
-        one = draw()
-        if one not in drawn and one not in but:
-            drawn.append(one)
+        word = draw()
+        if word not in drawn and word not in but:
+            drawn.append(word)
     return drawn
 
 

@@ -121,7 +121,7 @@ def run_facts(
     rescalings = () if state is None else state.rescalings
     if state is not None and before and adapter_folder_of(model) is not None:
         rescalings = rescalings[len(state.start_rescalings) :]  # the adapter brought those of the runs before
-    cited = [paper for one in rescalings for paper in one.cites]
+    cited = [paper for rescaling in rescalings for paper in rescaling.cites]
     cited += [] if source is None else source.view.cited()
     cited += args.objective_options.cited()
     cited += [papers.LONGLORA] if args.shifted_attention is not None else []
@@ -130,7 +130,10 @@ def run_facts(
         "base_model": None if base is None else base.to_dict(),
         "hub_model": run.hub_model,
         "native_window": None if source is None else native_window(model, earlier),
-        "rescalings": [*before, *({"method": one.name, "options": one.options()} for one in rescalings)],
+        "rescalings": [
+            *before,
+            *({"method": rescaling.name, "options": rescaling.options()} for rescaling in rescalings),
+        ],
         "trained": _trained(model, args.trainable),
         "dataset": dataset.name or None,
         "documents": dataset.documents,
