@@ -145,7 +145,7 @@ def together(model: Any, tokenizer: Any, text: str, length: int, kinds: list[Kin
 def timed_parts() -> Iterator[dict[str, float]]:
     """Seconds that the parts of `Reader` take; waiting for the GPU between them costs nothing that counts."""
     seconds = dict.fromkeys(PARTS.values(), 0.0)
-    before = {name: getattr(Reader, name) for name in PARTS}
+    before = {name: getattr(Reader, name) for name in PARTS}  # the methods, put back at the end
 
     def timed(name: str) -> Callable[..., Any]:
         def run(*args: Any) -> Any:

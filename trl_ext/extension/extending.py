@@ -193,7 +193,7 @@ class _Run:
             return plan
         if not resumes and not plan.fits:
             raise ValueError(f"{plan.misfit} {'; '.join(plan.remedies)}. --dry-run prints the whole plan.")
-        require_report(self.options.folder / "report")
+        require_report(self.options.folder / "report")  # it is written last, after hours
         if not resumes:
             self.tell(f"{plan}\n\nMessages of other packages go to {log}.")
             self.options.folder.mkdir(parents=True, exist_ok=True)

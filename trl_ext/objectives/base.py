@@ -154,7 +154,7 @@ class Objective:
     ) -> None:
         self.args, self.accelerator, self.teacher = args, accelerator, teacher
         self.options = self.options_class.of(args) if options is None else options
-        self.forward_loss: Any = self._make_loss(model)
+        self.forward_loss: Any = self._make_loss(model)  # last, as it reads the others
 
     @classmethod
     def build(cls, model: nn.Module, args: "RopeSFTConfig", accelerator: Accelerator) -> "Objective":
