@@ -167,7 +167,7 @@ def _eval(args: argparse.Namespace) -> int:
     if not plan.lengths:
         plan = _with_lengths(plan, tokenizer)
     results = run_suite(
-        # loaded one after the other, when the figures of one are not kept from an earlier call
+        # functions, so that one model is loaded at a time
         {spec.label: lambda spec=spec: spec.load(device, dtype) for spec in specs},  # type: ignore[misc]
         tokenizer,
         _texts(args, length),

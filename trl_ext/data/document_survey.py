@@ -64,7 +64,7 @@ class Survey:
                 raise ValueError("each row must have as many labels, and entries of its masks, as input_ids.")
             own_labels = _counter(label_ids != -100)  # of spans of tokens
             labels = own_labels if labelled else _counter(ids != -100)  # all tokens, as none is -100
-            second = np.minimum(begins + 1, ends)  # an empty document has none
+            second = np.minimum(begins + 1, ends)  # index of the second token; `ends` where there is none
             predicted = begins if joined else second
             first, last = predicted, ends
             if limit is not None and keep_end:
