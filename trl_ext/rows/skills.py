@@ -41,7 +41,7 @@ def _chain(n: int, rng: random.Random) -> Asked:
     values = _different(len(sizes), lambda: draw_value(wording.value, rng), names)
     hidden, questions = [], []
     for size, value in zip(sizes, values, strict=True):
-        chain, names = names[:size], names[size:]  # names of other chains are left
+        chain, names = names[:size], names[size:]  # the rest is of other chains
         links = [link.format(before=before, name=name) for before, name in pairwise(chain)]
         hidden.append([first.format(name=chain[0], value=value), *links])
         if rng.random() < 0.5:
@@ -177,7 +177,7 @@ def _grouped(
     groups = []
     for name, size in zip(names, sizes, strict=True):
         groups.append((name, values[:size]))
-        values = values[size:]  # others' values
+        values = values[size:]  # of the other names
     hidden = [[wording.sentences[0].format(name=name, value=value) for value in group] for name, group in groups]
     return wording, _merged(hidden, rng), groups
 
