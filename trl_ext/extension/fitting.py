@@ -31,7 +31,7 @@ def engine_of(facts: ModelFacts, options: ExtendOptions, choices: Choices, machi
     rows = rows_a_gpu(options, machine)
     stage = stage_of(recipe(facts, options, choices, 1), gradient_accumulation_steps=rows)
     model = model_on_meta(facts.config, adapter_config(stage.model), stage.loading["dtype"])
-    needs = engine_needs(model, stage.training, machine.n_gpus, torch.device("cpu"))  # which offloads nothing
+    needs = engine_needs(model, stage.training, machine.n_gpus, torch.device("cpu"))
     allowed = [need for need in needs if need.refused is None]
     return choose_engine(allowed, machine.room) or min(allowed, key=lambda need: need.bytes_long)
 
@@ -93,7 +93,7 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
         if n_gpus is not None:
             found.append(f"{n_gpus} such GPUs: --device-memory {machine.memory / GIB:.4g} --devices {n_gpus}")
     least = peak_memory(facts.size, choices.step(machine.device)).total
-    room = math.ceil(least / machine.room * machine.memory / GIB)  # with the part that a step may not take
+    room = math.ceil(least / machine.room * machine.memory / GIB)
     return [*found, f"one GPU of {room} GiB" if machine.device == "cuda" else f"{room} GiB of free memory"]
 
 

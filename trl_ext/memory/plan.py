@@ -99,7 +99,7 @@ def plan_memory(
     """
     sharding = sharding or Sharding()
     size, step = ModelSize.of(model), _step(model, args, row_length, sharding)
-    n = math.ceil(step.row_length / sharding.row)  # tokens of a row on this rank
+    n = math.ceil(step.row_length / sharding.row)
     compiled_calls = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
     # torch.compile would compile again wherever attention is patched
     is_compiled = args.torch_compile or is_compiled_module(model) or any(call is not None for call in compiled_calls)

@@ -72,7 +72,6 @@ class ModelSize:
         adapted = bool(adapter_layers(model))
 
         def count(parameters: Iterable[nn.Parameter]) -> int:
-            # with adapters, what is trained is theirs and not the model's
             return sum(numel(p) for p in parameters if not (_is_code(p) or (adapted and p.requires_grad)))
 
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -100,7 +99,7 @@ class ModelSize:
             intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             queries=queries,
             keys=keys,
-            vocabulary=_shape(ends_of.get_output_embeddings().weight)[0],  # of [vocabulary, hidden]
+            vocabulary=_shape(ends_of.get_output_embeddings().weight)[0],
             codes=sum(numel(tensor) * tensor.element_size() for tensor in codes),
         )
 

@@ -217,8 +217,8 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
         freed=0 if step.accumulates or step.long or sharding.buffers else min(checkpoints, gradients),
         masks=(1 + c) * step.rows * n**2 if way == "masks" and (windowed or step.masks_all) else 0,
         beside=int(step.factors.beside * tokens * w * hidden),
-        layer=int(layer) + (state if step.offloaded_layers else 0),  # an offloaded input is back on the device
-        loss=_loss(size, step, tokens) + 4 * head * trains_head,  # the gradient of a trained head, in float32
+        layer=int(layer) + (state if step.offloaded_layers else 0),
+        loss=_loss(size, step, tokens) + 4 * head * trains_head,
     )
 
 

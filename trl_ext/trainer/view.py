@@ -95,6 +95,5 @@ class TrainerView:
         """Sum and number of each drawn parameter in the last forward; each document counts once, also when packed."""
         assert self.source is not None and self.source.last is not None
         last = self.source.last
-        # parts of a composed view have names such as "0.skip"; lengths and names with _ are no draws
         names = [n for n in last.parameters if n.rpartition(".")[2] != "length" and n.rpartition(".")[2][0] != "_"]
         return {f"view/{name}": last.total(name) for name in names}
