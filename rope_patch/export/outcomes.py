@@ -200,7 +200,7 @@ def _holds(wrong: Wrong, program: str, parameters: dict[str, Any], config: Any) 
     if is_longrope(wrong.rope_type):
         # programs take LongRoPE's attention factor from the windows, whatever `factor` says
         window = config.max_position_embeddings
-        stretch = window / parameters["original_max_position_embeddings"]
+        stretch = max(1.0, window / parameters["original_max_position_embeddings"])
         if not math.isclose(with_factor(parameters, window)["factor"], stretch, rel_tol=1e-3):
             set_options.add("attention_factor")
         elif not has_own_attention_factor(parameters, window):

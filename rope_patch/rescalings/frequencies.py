@@ -84,12 +84,12 @@ def rope_parameters_of(rescaling: "Rescaling", native: "NativeRope") -> dict[str
         return {**form, **whole, "rope_theta": rope_theta}
     d = native.rotary_dim
     divisors = (plain_frequencies(native.rope_theta, d) / theta).clamp(max=_STILL)
-    origin = native.window
-    if is_longrope(native.rope_type):  # the config of Phi-3 names it once more
-        origin = native.rope_parameters["original_max_position_embeddings"]
+    window = rescaling.target_window(native.window) or native.window
+    # programs multiply by sqrt(1 + ln(window / origin) / ln(origin)), whatever attention_factor says
+    origin = window if scaling == 1 else native.window
     return {
         "rope_type": "longrope",
-        "factor": max(1.0, (rescaling.target_window(native.window) or native.window) / origin),
+        "factor": max(1.0, window / origin),
         "long_factor": [_plain_number(divisor) for divisor in divisors.tolist()],
         "short_factor": [_plain_number(divisor) for divisor in divisors.tolist()],
         "original_max_position_embeddings": origin,

@@ -190,7 +190,8 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
     with _as_refusal(rescaling, config):
         config.standardize_rope_params()
         config.validate_rope()
-    _require_origin(rescaling, config, origin)
+    if not rescaling.gives_frequencies:  # which have one set of divisors for texts of any length
+        _require_origin(rescaling, config, origin)
 
     modules = rotary_by_name(decoder)
     by_module: dict[str, dict[str, Any]] = {}
