@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .base import NativeRope, Rescaling
 
 _STILL = 3e38
-"""LongRoPE's divisor of a pair that does not turn. In float32 it is finite and times a base above 1.2 infinite, so that
-the frequency is 0; that of the first pair is 3e-39."""
+"""LongRoPE's divisor of a pair that does not turn. In float32 it is finite, and times B^(2j/d) infinite for all but the
+first pairs, so that their frequency is 0; that of the first is 3e-39."""
 
 _SAME = 1e-6  # relative; Transformers' own powers in float32 are as far from float64
 

@@ -30,7 +30,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "------",  # longrope: long factors for short rows
             "++++++",  # longrope, equal factors
             "------",  # longrope, attention_factor
-            "+++++-",  # cope
+            "+++++-",  # cope: for Phi3 the attention factor, which follows from its windows
             "-----.",  # dynamic-ntk: the table ends at the window
             "+++++.",  # drop-rope
         ],
@@ -72,7 +72,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "------",  # longrope: long factors for short rows with Phi3, unscaled with others
             "-----+",  # longrope, equal factors
             "------",  # longrope, attention_factor
-            "-----?",  # cope
+            "------",  # cope: unscaled, and for Phi3 the attention factor
             "-----.",  # dynamic-ntk
             "++---.",  # drop-rope
         ],
@@ -111,7 +111,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "------",  # longrope: long factors for short rows
             "++++++",  # longrope, equal factors
             "------",  # longrope, attention_factor
-            "+++++-",  # cope
+            "+++++-",  # cope: for Phi3 the attention factor, which follows from its windows
             "-----.",  # dynamic-ntk: another base for each part of the row
             "+++++.",  # drop-rope
         ],

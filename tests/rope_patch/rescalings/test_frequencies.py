@@ -180,6 +180,45 @@ def test_native_types_that_no_rescaling_of_ours_writes(rope_type, cope):
     require_turns(patch_model(model, cope, n=4), native * torch.tensor([1, 0.75, 0.25, 0]), scaling)
 
 
+@torch.no_grad()
+def test_a_family_with_pairs_that_stand_still_by_themselves(cope, tmp_path):
+    model, ids = tiny_family("lfm3"), tokens(1, 20)
+    plain = model(ids).logits
+    seen = patch_model(model, cope, n=7)(ids).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path).eval()(ids).logits, seen)
+    assert not torch.equal(seen, plain) and torch.equal(unpatch_model(model)(ids).logits, plain)
+
+
+def test_a_family_that_has_no_type_for_them_is_refused(cope):
+    """Gemma 4's heads differ in size by layer, of which LongRoPE in Transformers knows nothing."""
+    model = tiny_family("gemma4_text")
+    before = model.config.to_dict()
+    with pytest.raises(ValueError, match="Transformers does not accept these RoPE parameters for .* 'gemma4_text'"):
+        patch_model(model, cope, n=15)
+    assert model.config.to_dict() == before
+
+
+def test_an_option_of_a_class_is_not_taken_for_one_of_the_native_parameters():
+    """An option that is left open keeps its native value, where a rescaling writes RoPE parameters of a type."""
+
+    @dataclass(frozen=True)
+    class Sharper(Rescaling):
+        name = "sharper"
+        attention_factor: float | None = None
+
+        def frequencies(self, theta, native):
+            return theta / 2
+
+        def attention_scaling(self, native):
+            return self.attention_factor or 1.5
+
+    options, _, _ = NATIVES["longrope"]
+    native = {"rope_type": "longrope", "rope_theta": THETA, **options, "attention_factor": 1.2}
+    model = patch_model(tiny(rope_parameters=native), Sharper())
+    require_turns(model, NATIVE / torch.tensor(EQUAL) / 2, 1.5)
+
+
 def test_a_second_rescaling_replaces_the_first(cope):
     once, twice = patch_model(tiny(), cope, n=3), patch_model(patch_model(tiny(), "yarn", factor=4.0), cope, n=3)
     assert once.config.to_dict() == twice.config.to_dict()
