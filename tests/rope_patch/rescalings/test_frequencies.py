@@ -312,8 +312,33 @@ def test_a_model_on_meta_has_to_be_loaded_unless_its_base_tells_all(cope):
             "original_max_position_embeddings": 32,
         })  # fmt: skip
     assert patch_model(plain, cope, n=3).config.rope_parameters["long_factor"] == pytest.approx([1, 1, 2, STILL])
+    with torch.device("meta"):
+        assert patch_model(plain, "yarn", factor=2.0).config.rope_parameters["rope_type"] == "yarn"
+        assert patch_model(plain, cope, n=2).config.rope_parameters["long_factor"][2:] == [1.0, STILL]
     with pytest.raises(ValueError, match="on the device meta: load the weights first"):
         patch_model(llama3, cope, n=3)
+
+
+def test_unchanged_frequencies_keep_their_attention_scaling_in_a_longer_window():
+    """Transformers takes LongRoPE's factor from the window in the config where none is named."""
+
+    @dataclass(frozen=True)
+    class Same(Rescaling):
+        name = "same"
+
+        def frequencies(self, theta, native):
+            return theta
+
+        def target_window(self, native_window):
+            return 8 * native_window
+
+    options, native, _ = NATIVES["longrope"]
+    unnamed = {key: value for key, value in options.items() if key != "factor"}
+    model = tiny(rope_parameters={"rope_type": "longrope", "rope_theta": THETA, **unnamed})
+    scaling = math.sqrt(1 + math.log(4) / math.log(WINDOW / 4))
+    require_turns(model, native, scaling)
+    require_turns(patch_model(model, Same()), native, scaling)
+    assert model.config.max_position_embeddings == 8 * WINDOW
 
 
 def test_tokens_are_read_with_the_new_frequencies(cope):
