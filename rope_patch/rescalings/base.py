@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
+import torch
+
 from ..base.registry import RESCALINGS as RESCALINGS
 from ..base.validators import require_integer, require_number
 from ..views.base import MAX_INDEX
@@ -58,6 +60,19 @@ class Rescaling:
     def target_window(self, native_window: int) -> int | None:
         """Window after rescaling, in positions, written as `max_position_embeddings`; None leaves that unchanged."""
         raise NotImplementedError
+
+    def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Factor of the query at each position, float64 in the shape of `positions`; None where queries stay.
+
+        Args:
+            positions: RoPE indices counted from the document's first token, float64, [1 or batch, n], at least 0.
+        """
+        return None
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether there is a `query_scale`."""
+        return type(self).query_scale is not Rescaling.query_scale
 
     @property
     def wants_window(self) -> bool:
