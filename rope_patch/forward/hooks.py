@@ -185,7 +185,7 @@ class RotaryEntry:
     def __init__(self, state: RopeState, name: str) -> None:
         self.state = state
         self.name = name
-        self.frozen_type: Any = None
+        self.frozen_type: Any = None  # the module's rope_type, while `_freeze` replaces it
         self.by_layer: dict[int, OfLayer] = {}  # read by the exit of the same call
         self.query_scale: torch.Tensor | None = None  # likewise, of the other layers
         self.frequencies: dict[str, torch.Tensor] = {}  # the module's own, while a view replaces them

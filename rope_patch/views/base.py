@@ -136,7 +136,7 @@ class View:
         begin = torch.zeros(nowhere + 1, dtype=moved.dtype, device=t.device)
         begin.scatter_(0, torch.where(real & (t == 0), ordinal, nowhere).flatten(), moved.flatten())
         changed = real & ((moved - begin[ordinal] != t) | (False if scale is None else scale != 1))
-        first = torch.full_like(begin, torch.iinfo(torch.int64).max, dtype=torch.int64)
+        first = torch.full_like(begin, torch.iinfo(torch.int64).max, dtype=torch.int64)  # s by document
         first.scatter_reduce_(0, ordinal.flatten(), torch.where(changed, t, length).flatten(), "amin")
         return torch.minimum(first[documents.ordinal], documents.length)
 
