@@ -31,6 +31,7 @@ below.
 - view: identity bit for bit; a skip leaves the prefix, moves the suffix and hides nothing.
 - pi, yarn, abf: saved and loaded with plain Transformers, the rescaled model gives the same logits; unpatched, its old
   ones.
+- scaled queries: under `temperature`, the logits of attention whose queries are multiplied by hand.
 - native RoPE: `native_rope` gives the old logits while the rescaling stays.
 - capture, relations: queries, keys and values of every attention; a step of relation distillation.
 - self-distillation: loss of a step against the formula; in one pass also every gradient against two passes.
@@ -42,6 +43,7 @@ COLUMNS = {
     "test_rescaling-pi": "pi",
     "test_rescaling-yarn": "yarn",
     "test_rescaling-abf": "abf",
+    "test_query_scale": "scaled queries",
     "test_native_rope": "native RoPE",
     "test_capture": "capture",
     "test_relation_distillation": "relations",

@@ -3,7 +3,7 @@
 The words come from the docstrings (`rope-patch methods NAME` prints the same), what was found from gallery.yaml.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def draw(method: Method, options: dict[str, Any]) -> str | None:
     resolved = resolve_method(method.name, options)
     figure = Figure(figsize=(5.2, 3.2), layout="constrained")
     axes = figure.add_subplot()
-    caption = (draw_frequencies if moves_frequencies(resolved) else draw_view)(axes, resolved)
+    caption = drawing_of(resolved)(axes, resolved)
     axes.tick_params(colors=GREY)
     axes.spines[:].set_color(GREY)
     axes.spines[["top", "right"]].set_visible(False)
@@ -144,9 +144,20 @@ def draw(method: Method, options: dict[str, Any]) -> str | None:
     return caption
 
 
-def moves_frequencies(method: View | Rescaling) -> bool:
-    """Whether a method is drawn by its frequencies; other methods are drawn by their position IDs."""
-    return isinstance(method, Rescaling) or method.rescales
+def drawing_of(method: View | Rescaling) -> Callable[[Axes, Any], str]:
+    """What draws a method: by its scale of queries, its frequencies, or its position IDs."""
+    if isinstance(method, Rescaling) and method.scales_queries:
+        return draw_query_scale
+    return draw_frequencies if isinstance(method, Rescaling) or method.rescales else draw_view
+
+
+def draw_query_scale(axes: Axes, method: Rescaling) -> str:
+    """Draw the factor of queries in four context windows."""
+    positions = torch.arange(0, 4 * WINDOW, 16, dtype=torch.float64)
+    axes.plot(positions, method.query_scale(positions), ".", markersize=2.5, color=COLOURS[0])
+    axes.set_xlabel("position")
+    axes.set_ylabel("factor of the query")
+    return f"Factor of queries under `{method.name}` in a text of four context windows, {WINDOW} positions each."
 
 
 def draw_view(axes: Axes, view: Any) -> str:

@@ -8,7 +8,7 @@ from .export import export
 from .loading import load_adapter
 from .methods import list_methods
 from .on_load import patch_on_load
-from .patch import native_rope, patch_model, rope_view, unpatch_model
+from .patch import native_rope, patch_model, restore_query_scale, rope_view, unpatch_model
 from .rescalings import RESCALINGS
 from .version import __version__
 from .views import VIEWS
@@ -28,6 +28,7 @@ __all__ = [
     "native_rope",
     "patch_model",
     "patch_on_load",
+    "restore_query_scale",
     "rope_view",
     "string_positions",
     "unpatch_model",

@@ -22,7 +22,7 @@ from .adapters.weights import digest_of_folder, shapes_in_folder
 from .base.json_records import read_record
 from .base.remote_code import load_pretrained
 from .forward.state import state_of
-from .patch import patch_model, unpatch_model
+from .patch import patch_model, restore_query_scale, unpatch_model
 from .rope.rotary import find_causal_lm, find_decoder, with_factors
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     if Path(beside, "adapter_config.json").is_file():  # if it is missing, PEFT raises
         read_adapter_config(Path(beside))
     decoder = find_decoder(model)
-    if state_of(decoder) is not None:
+    restore_query_scale(model)
+    state = state_of(decoder)
+    if state is not None and (state.rescalings or state.source is not None):
         raise ValueError("load_adapter needs a model without patches: call unpatch_model first.")
     loaded = (decoder.config.rope_parameters, getattr(decoder.config, "max_position_embeddings", None))
     recorded = (specification["native_rope_parameters"], specification["native_max_position_embeddings"])

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from .adapters.loads import require_rope_of_load
 from .forward.state import When, state_of
-from .patch import checked_method, patch_model
+from .patch import checked_method, patch_model, restore_query_scale
 from .rescalings import Rescaling
 from .rope.rotary import find_decoder
 from .views import View
@@ -114,7 +114,7 @@ def _patch_loaded(
         )
         return
     rescalings = [patch for patch in patches if isinstance(patch.method, Rescaling)]
-    decoder = find_decoder(model)
+    decoder = find_decoder(restore_query_scale(model))
     # what was patched here, saved and is loaded again is rescaled already: `pi` twice would be a factor of 16 for 4
     is_own = any(_rope_of(decoder) in patch.ropes for patch in rescalings)
     for patch in patches:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from .adapters.watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
 from .families.capabilities import why_fixed_frequencies, why_no_layers_apart, why_no_native_rope, why_no_views
 from .families.local_layers import LocalLayers
+from .families.queries import RECORD, query_places, records_query_scale, why_no_query_scale
 from .forward.config_checks import require_frequencies_of_config, require_one_config, require_saved_rope, text_config
 from .forward.hooks import attach_hooks, detach_hooks, is_checkpointing
 from .forward.sources import TableSource, ViewSource
@@ -22,6 +23,7 @@ from .forward.state import STATE_ATTRIBUTE, RopeState, When, inside_native_rope,
 from .methods import resolve_method, resolve_view
 from .rescalings import Rescaling
 from .rescalings.in_place import RopeParameters, names_no_window, own_config, rescaled, restored_to_float32
+from .rope.layerwise import attach_layer_hooks
 from .rope.rotary import (
     configs_of_forwards,
     find_causal_lm,
@@ -129,6 +131,12 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
                 f"The config still has max_position_embeddings={parameters.max_position_embeddings}, where programs "
                 f"that serve the model stop: {remedy}."
             )
+        if records_query_scale(parameters.rope_parameters):
+            logger.warning(
+                f"{chosen.name!r} scales queries by their position, which Transformers cannot say for model type "
+                f"{decoder.config.model_type!r}: it loads what is saved without the scale, and warns that it does not "
+                f"know {RECORD}. rope_patch.restore_query_scale(model) then puts it back, and load_adapter does."
+            )
     else:
         _refuse_dynamic(_types(decoder), chosen)
         _refuse_fixed(decoder, _types(decoder), chosen)
@@ -136,6 +144,26 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
         state.source, state.when, state.leader = ViewSource(chosen, seed), when, None
     state.temporary = False
     _install(model, decoder, state)
+    _attach_query_scale(decoder, state, state.source)
+    return model
+
+
+def restore_query_scale(model: M) -> M:
+    """Scale the queries of a checkpoint as before it was saved, if its config records that and it is not patched.
+
+    Transformers loads such a checkpoint without the scale, and warns that it does not know `rope_patch_query_scale`.
+    `load_adapter`, `patch_model` and the commands of this package restore it by themselves.
+
+    Returns:
+        The same object.
+    """
+    config = find_causal_lm(model).config.get_text_config(decoder=True)
+    if records_query_scale(getattr(config, "rope_parameters", None) or {}):
+        decoder = find_decoder(model)
+        if state_of(decoder) is None:
+            state = _new_state(decoder)
+            _install(model, decoder, state)
+            _attach_query_scale(decoder, state, None)
     return model
 
 
@@ -231,6 +259,7 @@ def _open_block(model: nn.Module, decoder: PreTrainedModel, source: ViewSource |
                 state = _new_state(decoder)
                 state.temporary = True
                 _install(model, decoder, state)
+        _attach_query_scale(decoder, state, source)
         state.overrides.append(source)
     return state
 
@@ -335,6 +364,12 @@ def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> No
     watch_adapters(model, find_causal_lm(model))
 
 
+def _attach_query_scale(decoder: PreTrainedModel, state: RopeState, source: ViewSource | TableSource | None) -> None:
+    """Register the hooks that scale queries by position, if the RoPE parameters or a view do so."""
+    if state.current.query_scale is not None or (isinstance(source, ViewSource) and source.view.scales_queries):
+        attach_layer_hooks(decoder, query_places(decoder))
+
+
 def _uninstall(model: nn.Module, decoder: PreTrainedModel, *, layers: bool = True) -> None:
     detach_hooks(decoder, rotary_by_name(decoder), layers=layers)
     forget_adapters(model, find_causal_lm(model))
@@ -372,6 +407,10 @@ def _refuse_without_layers(decoder: PreTrainedModel, view: View | None) -> None:
         reason = why_no_views(decoder, local)
         if reason is not None:
             raise ValueError(reason)
+    if view is not None and view.scales_queries:
+        reason = why_no_query_scale(decoder)
+        if reason is not None:
+            raise ValueError(f"view {view.name!r}: {reason}")
     if view is not None and view.layerwise:
         reason = why_no_layers_apart(decoder)
         if reason is not None:

@@ -21,6 +21,8 @@ SUBJECTS = {
     "rope_patch/eval/measures/view_kl.py": "measures a KL by the length of a skip",
 }
 ALLOWED = {  # (start of a path, name) -> what else it is
+    ("rope_patch/", "temperature"): "of sampling, or of a softmax",
+    ("trl_ext/", "temperature"): "of sampling, or of a softmax",
     ("trl_ext/rows/__init__.py", "mix"): "a module",
     ("trl_ext/objectives/", "standard"): "true positions",
     ("rope_patch/rope/rotary.py", "longrope"): "a RoPE type of Transformers",

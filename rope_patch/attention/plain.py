@@ -25,7 +25,7 @@ from ..families.attention_calls import (
     watched_attention,
 )
 from ..forward.cache_arguments import cache_argument, returned_cache
-from ..forward.state import has_view
+from ..forward.state import needs_documents
 from ..rope.rotary import find_base_model, find_decoder, forget_rows
 from .masks import finished_mask
 from .prefix import is_read_in_parts, kernels_for, prefix_attention
@@ -103,7 +103,7 @@ _checked: "WeakKeyDictionary[nn.Module, dict[tuple[str, torch.dtype | None], boo
 
 def _is_plain(causal_lm: Any, window: int) -> bool:
     """Whether rows beyond the window give the same states without masks: compares some once."""
-    if has_view(find_decoder(causal_lm)):
+    if needs_documents(find_decoder(causal_lm)):
         return False  # a view reads from the mask which tokens are padding
     weight = causal_lm.get_input_embeddings().weight
     checked, run = _checked.setdefault(causal_lm, {}), (attention_name(causal_lm), multiplied_dtype(weight.device))

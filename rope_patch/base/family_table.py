@@ -18,7 +18,8 @@ class Family:
         no_rotary_module: why there is no rotary module whose positions could be moved.
         frequencies_from_config: class that computes its frequencies from the config in every forward.
         rope_parameters_from_config: class that reads RoPE parameters from the config in every forward.
-        query_scale: what scales queries by their position beside RoPE.
+        query_scale: what scales queries by their position beside RoPE, of which a view cannot be told.
+        norms_by_head: whether queries are normed as [batch, n_heads, n, head_dim], not [batch, n, n_heads, head_dim].
         not_relative: what makes scores depend on more than differences of RoPE indices.
         drops_keywords: classes whose forward takes keyword arguments and does not pass them on.
         sees_beyond_window: whether queries see all earlier tokens although the config has a sliding window, which only
@@ -30,6 +31,7 @@ class Family:
     frequencies_from_config: str | None = None
     rope_parameters_from_config: str | None = None
     query_scale: str | None = None
+    norms_by_head: bool = False
     not_relative: str | None = None
     drops_keywords: tuple[str, ...] = ()
     sees_beyond_window: bool = False
@@ -65,27 +67,32 @@ _AROUND_FALCON = ("FalconForCausalLM", "FalconForSequenceClassification", "Falco
 
 FAMILIES = {
     "afmoe": Family(has_rope=_is_sliding),
+    "apertus": Family(norms_by_head=True),
     "codegen": Family(no_rotary_module=_TABLE_OF_SINES),
     "cohere2": Family(has_rope=_has_window),
     "cohere2_moe": Family(has_rope=_has_window_or_is_dense),
     "dory": Family(not_relative=_WEIGHTS_AFTER_ROPE),
-    "exaone4": Family(has_rope=_is_sliding_or_none_is),
-    "exaone4_5": Family(has_rope=_is_sliding_or_none_is),
-    "exaone_moe": Family(has_rope=_is_sliding_or_none_is),
+    "exaone4": Family(has_rope=_is_sliding_or_none_is, norms_by_head=True),
+    "exaone4_5": Family(has_rope=_is_sliding_or_none_is, norms_by_head=True),
+    "exaone_moe": Family(has_rope=_is_sliding_or_none_is, norms_by_head=True),
     "falcon": Family(drops_keywords=_AROUND_FALCON),
     "flint": Family(has_rope=_has_window),
+    "gemma3_text": Family(norms_by_head=True),
     "gpt_neox_japanese": Family(drops_keywords=("GPTNeoXJapaneseForCausalLM",)),
     "gptj": Family(no_rotary_module=_TABLE_OF_SINES),
-    "hunyuan_v1_dense": Family(not_relative=_WEIGHTS_AFTER_ROPE),
-    "hunyuan_v1_moe": Family(not_relative=_WEIGHTS_AFTER_ROPE),
-    "kolibri1": Family(has_rope=_is_sliding_or_none_is),
+    "hunyuan_v1_dense": Family(not_relative=_WEIGHTS_AFTER_ROPE, norms_by_head=True),
+    "hunyuan_v1_moe": Family(not_relative=_WEIGHTS_AFTER_ROPE, norms_by_head=True),
+    "hy_v3": Family(norms_by_head=True),
+    "kolibri1": Family(has_rope=_is_sliding_or_none_is, norms_by_head=True),
     "lara_mini": Family(has_rope=_is_sliding),
     "ministral3": Family(rope_parameters_from_config="Ministral3Attention"),
     "mistral4": Family(rope_parameters_from_config="Mistral4Attention"),
     "mistral_large4_text": Family(query_scale="a learned scale"),
     "moshi": Family(sees_beyond_window=True),
+    "nanochat": Family(norms_by_head=True),
     "nemotron": Family(drops_keywords=("NemotronDecoderLayer",)),
+    "phi": Family(norms_by_head=True),
     "phimoe": Family(frequencies_from_config="PhimoeRotaryEmbedding"),
     "roformer": Family(no_rotary_module="it rotates by token index and never looks at positions"),
-    "stablelm": Family(drops_keywords=("StableLmDecoderLayer",)),
+    "stablelm": Family(drops_keywords=("StableLmDecoderLayer",), norms_by_head=True),
 }

@@ -15,10 +15,6 @@ NOT_HERE = {
         "'ntk' needs no training either."
     ),
     "string": "STRING is a block around inference: with rope_patch.string_positions(model).",
-    "rope-temperature temperature ssmax scalable-softmax llama4-scaling": (
-        "A softmax scale by position comes with a model that was trained with it, and 'abf' keeps it. For other models "
-        "the attention_factor of 'yarn' comes nearest, one scale for all positions."
-    ),
     "longlora s2-attn shifted-attention": (
         "LongLoRA's attention is an option of training: RopeSFTConfig(shifted_attention=0.25)."
     ),

@@ -33,6 +33,20 @@ NTK_AWARE = _entry(
     authors="{bloc97}",
     url="https://www.reddit.com/r/LocalLLaMA/comments/14lz7j5/ntkaware_scaled_rope_allows_llama_models_to_have/",
 )
+SSMAX = _entry(
+    "nakanishi2025scalable",
+    "Scalable-Softmax Is Superior for Attention",
+    2025,
+    authors="Nakanishi, Ken M.",
+    eprint="2501.19399",
+)
+LOG_N = _entry(
+    "chiang2022overcoming",
+    "Overcoming a Theoretical Limitation of Self-Attention",
+    2022,
+    authors="Chiang, David and Cholak, Peter",
+    eprint="2202.12172",
+)
 ABF = _entry(
     "xiong2023effective",
     "Effective Long-Context Scaling of Foundation Models",

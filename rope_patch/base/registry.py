@@ -14,7 +14,7 @@ from .not_here import NOT_HERE
 logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
-_MOST_LISTED = 30  # names in an error; the fields of a trainer's config would fill a page
+_MOST_LISTED = 40  # names in an error; the fields of a trainer's config would fill a page
 
 
 class Registry(dict[str, Any]):

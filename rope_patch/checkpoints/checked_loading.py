@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from ..adapters.sidecar import SIDECAR_NAME
 from ..base.remote_code import load_pretrained
 from ..loading import LOAD_CHANGED_BASE, fit_embeddings, load_adapter, take_along
+from ..patch import restore_query_scale
 
 _SHOWN = 3  # names of weights in a message
 
@@ -66,7 +67,7 @@ def require_whole(name: str | Path, from_pretrained: Callable[..., Any]) -> Any:
                 f"the weights in {name} {what} {shown} of the {type(model).__name__} that its config.json describes, "
                 "which would get random ones. Name a folder in which save_pretrained of that model wrote both."
             )
-    return model
+    return restore_query_scale(model)
 
 
 def with_adapter(base: Any, folder: str | Path) -> nn.Module:

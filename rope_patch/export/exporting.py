@@ -19,6 +19,7 @@ from ..base.remote_code import load_pretrained
 from ..base.validators import require_integer, require_number
 from ..checkpoints.files_beside import Source, copy_license, copy_tokenizer, require_no_links_out, tokenizer_files
 from ..checkpoints.tokenizer_window import narrow_tokenizer, warn_of_short_tokenizer, widen_tokenizer_of
+from ..families.queries import records_query_scale
 from ..forward.config_checks import require_frequencies_of_config, require_saved_rope, text_config
 from ..forward.state import state_of
 from ..loading import adapter_folder_of
@@ -247,6 +248,12 @@ def _require_plain(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None
                 "say. For 'nope' use the rescaling 'drop-rope'. For other views call unpatch_model, or patch the model "
                 "with when='train'."
             )
+    if records_query_scale(decoder.config.rope_parameters):
+        raise ValueError(
+            "queries are scaled by their position, which a checkpoint can say for Ministral 3 and Mistral 4 alone: "
+            "export the model without that rescaling, or keep what save_pretrained writes and load it with this "
+            "package (rope_patch.restore_query_scale)."
+        )
     if causal_lm.is_remote_code():
         raise ValueError(
             f"{type(causal_lm).__name__} comes with Python code in its repository, which other programs do not run: "

@@ -14,7 +14,6 @@ from ..rope.layerwise import hands_embeddings
 from ..rope.rotary import (
     find_causal_lm,
     find_decoder,
-    is_nested,
     is_of_other_modality,
     layers_call_rotary,
     named_rotary_modules,
@@ -24,6 +23,7 @@ from ..rope.rotary import (
 from ..views.base import TRUE_POSITIONS
 from .attention_calls import attention_kernel, attention_name
 from .local_layers import LocalLayers, other_layer_types, why_no_layers
+from .queries import scales_queries, why_no_query_scale
 
 # in names of classes that carry a state from token to token: it would run from a suffix on into its copies
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
@@ -53,6 +53,8 @@ def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
     if reason is not None:
         return f"a view acts on layers that look back over a whole text, and {reason}"
     scale = _scale_by_position(decoder.config)
+    if scale is None and scales_queries(decoder.config.rope_parameters):
+        return why_no_query_scale(decoder)
     if scale is not None:
         return (
             f"{type(decoder).__name__} scales queries by their position ({scale}) beside RoPE, and a view moves RoPE "
@@ -67,11 +69,8 @@ def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
 
 
 def _scale_by_position(config: Any) -> str | None:
-    """The option or family by which a config scales queries by their position, in any layer."""
-    rope_parameters = config.rope_parameters
-    if not is_nested(rope_parameters) and rope_parameters.get("llama_4_scaling_beta"):
-        return "llama_4_scaling_beta"
-    # Llama 4 does so in its layers without RoPE
+    """The option or family by which a config scales queries by positions that a view cannot move, in any layer."""
+    # Llama 4 counts tokens in its layers without RoPE, whatever position_ids say
     if getattr(config, "attn_temperature_tuning", False) and 0 in getattr(config, "no_rope_layers", ()):
         return "attn_temperature_tuning"
     return family_of(config).query_scale
@@ -198,6 +197,8 @@ def why_fixed_frequencies(decoder: Any) -> str | None:
 
 def why_not_relative(decoder: Any) -> str | None:
     """Why a shift of all indices changes predictions; None if it does not."""
+    if scales_queries(decoder.config.rope_parameters):
+        return "queries that are scaled by their position"
     return family_of(decoder.config).not_relative
 
 

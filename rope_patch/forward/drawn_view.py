@@ -32,6 +32,10 @@ class ForwardIndex(Protocol):
         """RoPE indices in the shape that `position_ids` broadcasts to."""
         ...
 
+    def counted(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """The same, counted from the first token of the document where that is known."""
+        ...
+
 
 @dataclass(eq=False)  # not frozen: Dynamo before torch 2.13 loses the fields of frozen ones made while tracing
 class DrawnView:
@@ -87,7 +91,10 @@ class DrawnView:
         start = self.documents.start
         if start.shape[-1] not in (1, position_ids.shape[-1]):
             return self._by_row()(position_ids)
-        return start + self.view.rope_index(position_ids - start, self.parameters)
+        return start + self.counted(position_ids)
+
+    def counted(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.view.rope_index(position_ids - self.documents.start, self.parameters)
 
     def _by_row(self) -> "DrawnView":
         """The draws once a row instead of once a token, for positions that are not those of tokens."""
@@ -127,3 +134,6 @@ class IndexTable:
         ):
             return self.index
         return self.table.gather(1, position_ids.to(self.table.device).expand(self.table.shape[0], -1))
+
+    def counted(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return self(position_ids)

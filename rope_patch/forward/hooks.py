@@ -1,7 +1,8 @@
 """The hooks that carry a view from the call of the decoder to its rotary modules.
 
-All are picklable objects. They change the input of rotary modules only. `position_ids` of the model stay as they are,
-because Transformers takes a jump in them for the border of a packed document and masks attention across it.
+All are picklable objects. They change the input of rotary modules and, with a scale by position, queries (`layerwise`).
+`position_ids` of the model stay as they are, because Transformers takes a jump in them for the border of a packed
+document and masks attention across it.
 """
 
 import weakref
@@ -15,12 +16,20 @@ from torch import nn
 from ..base.call_stack import frames
 from ..families.capabilities import why_no_checkpointing
 from ..layout.documents import real_tokens_of
-from ..rope.layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
+from ..rope.layerwise import (
+    LayerwiseEmbeddings,
+    OfLayer,
+    attach_layer_hooks,
+    detach_layer_hooks,
+    hands_embeddings,
+    query_hooks,
+)
 from ..rope.rotary import depends_on_length, parameter_names, rope_types
 from ..views.base import TRUE_POSITIONS
 from .cache_arguments import cache_of, has_paged_cache, returned_cache, tokens_in
 from .cached_draws import forget_draws
 from .drawn_view import Batch, DrawnView, ForwardIndex
+from .query_scale import query_scale
 from .sources import ViewSource
 from .state import RopeState
 from .trainers import is_generating
@@ -65,12 +74,20 @@ class DecoderEntry:
             forward = (in_training, training, call.get("input_ids") is not None)
             if not (torch.compiler.is_compiling() and self._step_is_known(*forward)):
                 self._learn_step(*forward)
+        if source is None:
+            source = self.state.source_without_view()
         position_ids, attention_mask = call.get("position_ids"), call.get("attention_mask")
         axes = 2 if position_ids is None else position_ids.ndim
-        if axes != 2 and isinstance(source, ViewSource) and not source.view.perturbs:
+        if position_ids is not None and axes != 2 and self.state.current.query_scale is not None:
+            raise ValueError(
+                "a scale of queries by position needs position_ids of shape [batch, seq_len] or None, got "
+                f"{tuple(position_ids.shape)}: several axes (mRoPE) are no one position. Call unpatch_model first."
+            )
+        stays = isinstance(source, ViewSource) and not (source.view.perturbs or source.view.scales_queries)
+        if axes != 2 and stays:
             source = None  # the same result, without looking for documents in mRoPE positions
         if source is None:
-            self.state.drawn = None
+            self.state.drawn, self.state.scales = None, False
             if not training:
                 forget_draws(cache)
             return
@@ -85,20 +102,21 @@ class DecoderEntry:
             )
         if has_paged_cache(call):
             raise ValueError(
-                "a RoPE view needs whole documents, and continuous batching (generate_batch) passes pieces of them: "
-                "use generate, or leave the view."
+                "a RoPE view or a scale of queries needs whole documents, and continuous batching (generate_batch) "
+                "passes pieces of them: use generate, or leave the view or the scale."
             )
         if position_ids is None and call.get("cu_seq_lens_q") is not None:
             raise ValueError(
-                "cu_seq_lens_q means that documents are packed, and a RoPE view has to know their borders: also pass "
-                "position_ids that count from 0 in each document."
+                "cu_seq_lens_q means that documents are packed, and a RoPE view or a scale of queries has to know "
+                "their borders: also pass position_ids that count from 0 in each document."
             )
         if self.state.layers_call_rotary and torch.is_grad_enabled() and is_checkpointing(decoder):
             raise ValueError(why_no_checkpointing(decoder))
-        if isinstance(source, ViewSource) and source.view.perturbs and _is_chunk_of_a_prompt(cache):
+        moves = isinstance(source, ViewSource) and (source.view.perturbs or self.state.current.query_scale is not None)
+        if moves and _is_chunk_of_a_prompt(cache):
             raise ValueError(
-                "prefill_chunk_size passes a prompt in pieces, and a RoPE view draws for the whole prompt: leave "
-                "prefill_chunk_size out."
+                "prefill_chunk_size passes a prompt in pieces, and a RoPE view, or a scale of queries by position, "
+                "reads the whole prompt: leave prefill_chunk_size out."
             )
         if isinstance(source, ViewSource) and source.view.layerwise:
             attach_layer_hooks(decoder)
@@ -120,7 +138,8 @@ class DecoderEntry:
                 cache=cache,
                 ids=ids,
                 compresses=self.state.layers_call_rotary,
-            )
+            ),
+            source,
         )
 
     @torch.compiler.disable
@@ -153,6 +172,8 @@ class DecoderExit:
             in_graph = decoder.training and torch.compiler.is_compiling()
             cache = None if in_graph else returned_cache(output)
             self.state.leave(finished=output is not None, cache=cache)
+            if output is not None and self.state.scales:
+                _require_scaled(decoder)
         finally:
             if not torch.compiler.is_compiling():
                 self.state.lock.release()
@@ -165,7 +186,8 @@ class RotaryEntry:
         self.state = state
         self.name = name
         self.frozen_type: Any = None  # the module's rope_type, while `_freeze` replaces it
-        self.by_layer: dict[int, Any] = {}  # read by the exit of the same call
+        self.by_layer: dict[int, OfLayer] = {}  # read by the exit of the same call
+        self.query_scale: torch.Tensor | None = None  # likewise, of the other layers
         self.frequencies: dict[str, torch.Tensor] = {}  # the module's own, while a view replaces them
 
     def __call__(
@@ -179,7 +201,7 @@ class RotaryEntry:
         if current.was_rounded_in(module) or current.was_replaced_in(module):
             current.write(module)
         drawn = self.state.drawn
-        self.by_layer = {}
+        self.by_layer, self.query_scale = {}, None
         picks = any(depends_on_length(t) for t in rope_types(module))
         if picks and self.state.shard is not None:
             self._choose_by_whole_rows(module, args, kwargs)
@@ -192,7 +214,7 @@ class RotaryEntry:
         x = kwargs["x"] if "x" in kwargs else args[0]
         stays = self.state.local.layers if view is None or (view.perturbs and not view.names_layers) else ()
         # `forward`, because calling the module would run this hook again
-        at_true_positions = module.forward(*args, **kwargs) if stays or picks else None
+        at_true_positions: Any = module.forward(*args, **kwargs) if stays or picks else None
         if picks:
             # dynamic RoPE chooses frequencies by max(position_ids); it has seen the true ones, so freeze that choice
             self._freeze(module)
@@ -204,9 +226,10 @@ class RotaryEntry:
         if isinstance(drawn, DrawnView) and drawn.view.layerwise:
             for layers, layer_drawn in drawn.by_layer(module.config.num_hidden_layers):
                 embeddings = module.forward(x, self._index(layer_drawn, position_ids).to(x.device))
-                self.by_layer.update(dict.fromkeys(layers, embeddings))
+                self.by_layer.update(dict.fromkeys(layers, (embeddings, self._scale(layer_drawn, position_ids))))
                 drawn = layer_drawn  # any group will do for the call itself: no layer uses its output
-        self.by_layer.update(dict.fromkeys(stays, at_true_positions))
+        self.by_layer.update(dict.fromkeys(stays, (at_true_positions, None)))
+        self.query_scale = self._scale(drawn, position_ids)
         rope_index = self._index(drawn, position_ids).to(x.device)
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": rope_index}
@@ -216,6 +239,13 @@ class RotaryEntry:
         """RoPE indices of this rank's tokens."""
         shard = self.state.shard
         return drawn(position_ids) if shard is None else shard.local(drawn(shard.positions))
+
+    def _scale(self, drawn: ForwardIndex, position_ids: torch.Tensor) -> torch.Tensor | None:
+        """Factors of the queries of this rank's tokens."""
+        shard = self.state.shard
+        scale = query_scale(self.state.current, drawn, position_ids if shard is None else shard.positions)
+        self.state.scales = scale is not None
+        return scale if shard is None or scale is None else shard.local(scale)
 
     def _choose_by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let dynamic RoPE choose frequencies by whole sequences, so that ranks which share one have the same."""
@@ -251,10 +281,24 @@ class RotaryExit:
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         self.entry.restore(module)
-        if not self.entry.by_layer:
+        by_layer, query_scale = self.entry.by_layer, self.entry.query_scale
+        self.entry.by_layer, self.entry.query_scale = {}, None
+        if output is None or (not by_layer and query_scale is None):
             return None
-        by_layer, self.entry.by_layer = self.entry.by_layer, {}
-        return None if output is None else LayerwiseEmbeddings.of(output, by_layer)
+        return LayerwiseEmbeddings.of(output, by_layer, query_scale)
+
+
+def _require_scaled(decoder: nn.Module) -> None:
+    """Raise RuntimeError if no layer of a forward has used the scale of its queries."""
+    used = [query.applied for query in query_hooks(decoder)]
+    for query in query_hooks(decoder):
+        query.applied = False
+    if not any(used):
+        raise RuntimeError(
+            "the scale of queries by position had no effect, because attention did not call the modules that gave "
+            "queries when the model was patched. Load the model anew and patch it, without code that replaces the "
+            "forward of attention."
+        )
 
 
 def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState, patch: Callable[..., Any]) -> None:

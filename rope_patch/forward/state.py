@@ -13,7 +13,8 @@ from torch import nn
 
 from ..families.local_layers import LocalLayers
 from ..layout.shards import SequenceShard
-from ..views.base import View
+from ..rescalings.query_scale import is_read_by_family
+from ..views.base import TRUE_POSITIONS, VIEWS, View
 from .cached_draws import keep_draws, set_in_view
 from .drawn_view import Batch, DrawnView, ForwardIndex, IndexTable
 from .forward_lock import ForwardLock
@@ -60,6 +61,7 @@ class RopeState:
         lock: lets one thread at a time into a forward of the model.
         drawn: indices of the forward in flight.
         applied: whether a rotary module has used these indices.
+        scales: whether queries of the forward in flight are scaled by hooks.
         layers_call_rotary: whether rotary modules are inside layers, so that checkpointing runs them again in backward.
         native_blocks: how many `native_rope` blocks are open.
         native_configs: by module name, configs that rotary modules read in forwards inside `native_rope`.
@@ -83,6 +85,7 @@ class RopeState:
     lock: ForwardLock = field(default_factory=ForwardLock)
     drawn: ForwardIndex | None = None
     applied: bool = False
+    scales: bool = False
     layers_call_rotary: bool = False
     native_blocks: int = 0
     native_configs: dict[str, Any] = field(default_factory=dict)
@@ -126,11 +129,15 @@ class RopeState:
             return self.source
         return None
 
-    def enter(self, batch: Batch) -> None:
+    def source_without_view(self) -> ViewSource | None:
+        """True positions counted by document, which a scale of queries goes by; None if there is none of ours."""
+        scales = self.current.query_scale is not None and not is_read_by_family(self.current.rope_parameters)
+        return ViewSource(VIEWS[TRUE_POSITIONS](), 0) if scales else None
+
+    def enter(self, batch: Batch, source: ViewSource | TableSource) -> None:
         """Begin a forward of the decoder."""
-        source = self.active(batch.training)
-        self.applied = False
-        self.drawn = None if source is None else source.bind(batch)
+        self.applied = self.scales = False
+        self.drawn = source.bind(batch)
         if batch.cached:
             set_in_view(batch.cache, True)
 
@@ -177,3 +184,9 @@ def has_view(decoder: nn.Module, *, training: bool | None = None) -> bool:
     if state is None:
         return False
     return state.active(state.in_training(decoder) if training is None else training) is not None
+
+
+def needs_documents(decoder: nn.Module, *, training: bool | None = None) -> bool:
+    """Whether the next forward has to see where documents begin, for a view or for a scale of queries by position."""
+    state = state_of(decoder)
+    return has_view(decoder, training=training) or (state is not None and state.source_without_view() is not None)

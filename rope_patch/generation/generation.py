@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerB
 from rope_kernels.common.autocast import multiplied_dtype
 
 from ..families.attention_calls import attention_kernel, attention_name
-from ..forward.state import has_view
+from ..forward.state import needs_documents
 from ..rope.rotary import find_decoder, forget_rows, frequencies_go_by_row, named_rotary_modules
 from .inference import InferenceModel
 from .reading import Question, Reader, Reply
@@ -114,7 +114,7 @@ def bytes_per_token(causal_lm: Any) -> int | None:
     text_config = causal_lm.config.get_text_config(decoder=True)
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     if (
-        has_view(find_decoder(causal_lm))
+        needs_documents(find_decoder(causal_lm))
         or attention_kernel(causal_lm) != "sdpa"
         # `generate` of the model's class or instance may do more
         or "generate" in vars(causal_lm)
@@ -148,7 +148,7 @@ def _by_generate(
     """Replies by the model's `generate`, in batches with one prompt length and one limit."""
     causal_lm: Any = subject.causal_lm
     # a view draws for a whole prompt and refuses parts of it
-    in_parts = not has_view(find_decoder(causal_lm), training=False) and not _frequencies_go_by_row(causal_lm)
+    in_parts = not needs_documents(find_decoder(causal_lm), training=False) and not _frequencies_go_by_row(causal_lm)
     replies: list[Reply] = []
     rows = batch_size or _ROWS
     while len(replies) < len(questions):

@@ -92,8 +92,8 @@ class SelfDistiller(Distiller):
     def _choose_passes(self, source: ViewSource, one_pass: bool) -> Passes:
         """One forward for both views if that is exact, else two."""
         reason = why_two_passes(self.causal_lm, self.decoder) if one_pass else "one_pass=False"
-        if source.view.layerwise or source.view.rescales:
-            reason = "a view that differs by layer or rescales frequencies"
+        if source.view.layerwise or source.view.rescales or source.view.scales_queries:
+            reason = "a view that differs by layer, rescales frequencies or scales queries"
         if not self.consistency.kl_weight and not self.consistency.view_clm:
             logger.info(
                 "The weights of the view are 0: training runs true positions only, and evaluation measures the KL."

@@ -10,6 +10,7 @@ from .drop_rope import DropRope
 from .interpolation import PI, DynamicNTK
 from .llama3 import Llama3
 from .longrope import LongRope
+from .query_scale import LogN, Temperature
 from .yarn import Yarn, advised_rescaling
 
 __all__ = [
@@ -21,9 +22,11 @@ __all__ = [
     "DropRope",
     "DynamicNTK",
     "Llama3",
+    "LogN",
     "LongRope",
     "NativeRope",
     "Rescaling",
+    "Temperature",
     "Yarn",
     "advised_rescaling",
 ]

@@ -66,11 +66,15 @@ class Rescaling:
     def frequencies(self, theta: torch.Tensor, native: NativeRope) -> torch.Tensor:
         """The new frequencies theta', [d/2], radians per position; 0 stops a pair of features.
 
+        Those of training where only `query_scale` is defined.
+
         Args:
             theta: those that the model was trained with, [d/2] float64: theta_j = B^(-2j/d) if its rope_type is
                 "default".
             native: all RoPE parameters that it was trained with.
         """
+        if self.scales_queries:
+            return theta
         raise NotImplementedError(f"{type(self).__name__} must define frequencies, or rope_parameters.")
 
     def attention_scaling(self, native: NativeRope) -> float:
@@ -95,6 +99,19 @@ class Rescaling:
     def target_window(self, native_window: int) -> int | None:
         """Window after rescaling, in positions, written as `max_position_embeddings`; None leaves that unchanged."""
         return None
+
+    def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Factor of the query at each position, float64 in the shape of `positions`; None where queries stay.
+
+        Args:
+            positions: RoPE indices counted from the document's first token, float64, [1 or batch, n], at least 0.
+        """
+        return None
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether there is a `query_scale`."""
+        return type(self).query_scale is not Rescaling.query_scale
 
     @property
     def wants_window(self) -> bool:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..families.local_layers import far_looking_types, why_no_layers
+from ..families.queries import BETA, RECORD, why_no_query_scale
 from ..rope.older_form import older_keys, resumable_form, unscaled_keys, write_older_keys
 from ..rope.rotary import (
     RotaryState,
@@ -31,6 +33,7 @@ from ..rope.rotary import (
 from ..views.base import MAX_INDEX
 from . import NativeRope, Rescaling
 from .frequencies import chosen_frequencies, trained_frequencies
+from .query_scale import query_scale_of
 
 # the keys of `rope_parameters` about scaling, of Transformers and other programs; the others (partial_rotary_factor,
 # mrope_section) belong to the architecture
@@ -39,7 +42,6 @@ _SCALING_KEYS = frozenset(
     "truncate short_factor long_factor low_freq_factor high_freq_factor short_mscale long_mscale alpha attn_factor "
     "extrapolation_factor apply_yarn_scaling".split()
 )
-_QUERY_SCALE = "llama_4_scaling_beta"  # Ministral 3 scales queries by 1 + beta ln(1 + floor(position / L0))
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class RopeParameters:
     rotary: dict[str, RotaryState]
     attention_scales: dict[tuple[str, str], float]
     older_keys: dict[str, Any]
+
+    @cached_property
+    def query_scale(self) -> Rescaling | None:
+        """The rescaling that scales queries by position, if any."""
+        return query_scale_of(self.rope_parameters)
 
     @classmethod
     def of(cls, decoder: PreTrainedModel) -> "RopeParameters":
@@ -176,7 +183,8 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
                 "whose RoPE differs by layer. Leave that option out."
             )
         rope_parameters = copy.deepcopy(native.rope_parameters)
-        for layer_type in far_looking_types(native.rope_parameters, native.rotary):
+        types = far_looking_types(native.rope_parameters, native.rotary)
+        for layer_type in types:
             read = {key: value for key, value in rope_parameters[layer_type].items() if key != "truncate"}
             start[f"{layer_type}_inv_freq"] = _native_rope(read, rescaling, native.rotary, window, f"{layer_type}_")
             rope_parameters[layer_type] = _merged(rescaling, start[f"{layer_type}_inv_freq"])
@@ -214,9 +222,38 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
     scales = _scales_of_twin(decoder, config) if native.attention_scales else {}
     _require_softmax_scaled(rescaling, decoder, config)
     _require_softmax_kept(rescaling, native, config, scales)
-    return RopeParameters(
-        config.rope_parameters, by_module, config.max_position_embeddings, rotary, scales, resumable_form(config)
-    )
+    older = resumable_form(config)
+    if rescaling.scales_queries:
+        _record_query_scale(rescaling, decoder, native, config.rope_parameters, older)
+    return RopeParameters(config.rope_parameters, by_module, config.max_position_embeddings, rotary, scales, older)
+
+
+def _record_query_scale(
+    rescaling: Rescaling,
+    decoder: PreTrainedModel,
+    native: RopeParameters,
+    rope_parameters: dict[str, Any],
+    older: dict[str, Any],
+) -> None:
+    """Write a scale of queries into RoPE parameters of a family that does not read this one itself.
+
+    Raises:
+        ValueError: the queries of this family cannot be scaled.
+    """
+    nested = is_nested(rope_parameters)
+    types = far_looking_types(native.rope_parameters, native.rotary) if nested else ()
+    parameter_sets = [rope_parameters[layer_type] for layer_type in types] if nested else [rope_parameters]
+    for parameters in parameter_sets:
+        parameters.pop(RECORD, None)
+    if query_scale_of(rope_parameters) == rescaling:
+        return
+    reason = why_no_query_scale(decoder)
+    if reason is not None:
+        raise ValueError(f"rescaling {rescaling.name!r}: {reason}")
+    for parameters in (*parameter_sets, *filter(None, [older.get("rope_scaling")])):
+        parameters[RECORD] = {"method": rescaling.name, "options": rescaling.options()}
+        if BETA in parameters:
+            parameters[BETA] = 0.0
 
 
 def _require_bases(native: RopeParameters, rescaling: Rescaling, rope_parameters: dict[str, Any]) -> None:
@@ -350,14 +387,14 @@ def _merged(rescaling: Rescaling, native: NativeRope) -> dict[str, Any]:
     if reads_factor and "mscale" not in options and has_own_attention_factor(parameters, native.window):
         kept["attention_factor"] = parameters["attention_factor"]
     origin = parameters.get("original_max_position_embeddings")
-    if _QUERY_SCALE in parameters:
+    if BETA in parameters:
         kept["original_max_position_embeddings"] = origin
     merged = copy.deepcopy({**kept, **new})
-    if parameters.get(_QUERY_SCALE) and merged["original_max_position_embeddings"] != origin:
+    if parameters.get(BETA) and merged["original_max_position_embeddings"] != origin:
         raise ValueError(
             f"rescaling {rescaling.name!r} would set original_max_position_embeddings to "
             f"{merged['original_max_position_embeddings']}, and this model scales its queries by how far a position "
-            f"lies beyond {origin}, which it reads there ({_QUERY_SCALE}). Use 'abf', which keeps it, or pass "
+            f"lies beyond {origin}, which it reads there ({BETA}). Use 'abf', which keeps it, or pass "
             f"original_max_position_embeddings={origin} to a rescaling that has this option."
         )
     return merged

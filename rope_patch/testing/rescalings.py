@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from ..loading import load_adapter
 from ..methods import resolve_rescaling
-from ..patch import native_rope, patch_model, unpatch_model
+from ..patch import native_rope, patch_model, restore_query_scale, unpatch_model
 from ..rescalings import Rescaling
 from .models import WINDOW, random_ids, require_alike, small_model
 
@@ -17,7 +17,8 @@ from .models import WINDOW, random_ids, require_alike, small_model
 def check_rescaling(rescaling: Rescaling, *, model: Any = small_model) -> None:
     """Check what every rescaling promises: the tests that the rescalings of this package pass, on a small model.
 
-    - Transformers alone loads the saved model, with the same bits; the config alone makes it, too.
+    - Transformers alone loads the saved model, with the same bits; the config alone makes it, too. A scale of queries
+      is put back by `restore_query_scale`.
     - `native_rope` and `unpatch_model` bring back the model as it was, to the last bit, and leave no trace.
     - A second patch starts from the native RoPE parameters, not from the first one's.
     - Decoding with a KV cache gives the logits of a whole row, within the trained window.
@@ -54,7 +55,7 @@ def check_saving(rescaling: Rescaling, model: Any = small_model) -> None:
         patched.save_pretrained(folder)
         loaded = AutoModelForCausalLM.from_pretrained(folder)
     for other, where in ((built.eval(), "built of the config"), (loaded, "saved and loaded by Transformers")):
-        _require_same_bits(other(ids).logits, logits, f"a model {where} under {rescaling}")
+        _require_same_bits(restore_query_scale(other)(ids).logits, logits, f"a model {where} under {rescaling}")
 
 
 def check_undo(rescaling: Rescaling, model: Any = small_model) -> None:

@@ -78,7 +78,8 @@ def check_first_changed(
 ) -> None:
     """`affected_from` is min{t : r(t) - r(0) != t} over the layers, or the length."""
     index, first, factor = moved(view, documents, layout, step, progress)
-    expected = [_by_definition(of_layer, factor) for of_layer in index]
+    scaled = scaled_from(view, documents, layout, step, progress)
+    expected = [min(_by_definition(of_layer, factor), s) for of_layer, s in zip(index, scaled, strict=True)]
     if first != expected:
         raise AssertionError(
             f"affected_from of {view!r} gives {first} for documents that are changed from tokens {expected} on."
@@ -181,6 +182,19 @@ def moved(
     begins = draws.affected_from(_where_tokens_are(batch), N_LAYERS).expand(shape)
     factor = draws.parameters.get("base_factor")
     return index, [int(begins[place]) for place in places], None if factor is None else factor.item()
+
+
+def scaled_from(view: View, documents: list[list[int]], layout: str, step: int, progress: float) -> list[int]:
+    """First token of each document whose query the view scales, or the document's length."""
+    if not view.scales_queries:
+        return [len(ids) for ids in documents]
+    batch, places = laid_out(documents, layout)
+    draws = drawn(view, batch, step=step, progress=progress)
+    scale = view.query_scale(view.rope_index(_where_tokens_are(batch), draws.parameters).double(), draws.parameters)
+    if scale is None:
+        return [len(ids) for ids in documents]
+    rows = [scale[row, begin : begin + len(ids)].tolist() for (row, begin), ids in zip(places, documents, strict=True)]
+    return [next((t for t, s in enumerate(row) if s != 1), len(row)) for row in rows]
 
 
 def _where_tokens_are(batch: dict[str, Any]) -> torch.Tensor:

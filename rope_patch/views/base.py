@@ -115,8 +115,8 @@ class View:
     def affected_from(self, t: torch.Tensor, documents: Documents, parameters: Parameters) -> torch.Tensor:
         """First token s of each document whose distance to an earlier token changes.
 
-        s = min{t : r(t) - r(0) != t} for what was drawn, or the document's length if there is no such t. Tokens before
-        s predict the same as without the view, since RoPE sees only differences of indices.
+        s = min{t : r(t) - r(0) != t, or the query of t is scaled} for what was drawn, or the document's length if there
+        is no such t. Tokens before s predict the same as without the view, since RoPE sees only differences of indices.
 
         Args:
             t: index of each token in its document, [1 or batch, seq_len], -1 on padding; whole documents.
@@ -129,12 +129,13 @@ class View:
         shape = (len(documents.start), t.shape[-1])
         t, ordinal, length = (x.expand(shape) for x in (t, documents.ordinal, documents.length))
         moved = self.rope_index(t, parameters).expand(shape)
+        scale = self.query_scale(moved.double(), parameters)
         real = (t >= 0) & (t < length)
         # a document has at least one token, so `nowhere` numbers are enough; the last place takes all other tokens
         nowhere = ordinal.numel()
         begin = torch.zeros(nowhere + 1, dtype=moved.dtype, device=t.device)  # r(0) by document
         begin.scatter_(0, torch.where(real & (t == 0), ordinal, nowhere).flatten(), moved.flatten())
-        changed = real & (moved - begin[ordinal] != t)
+        changed = real & ((moved - begin[ordinal] != t) | (False if scale is None else scale != 1))
         first = torch.full_like(begin, torch.iinfo(torch.int64).max, dtype=torch.int64)  # s by document
         first.scatter_reduce_(0, ordinal.flatten(), torch.where(changed, t, length).flatten(), "amin")
         return torch.minimum(first[documents.ordinal], documents.length)
@@ -265,7 +266,23 @@ class View:
     @property
     def stands_alone(self) -> bool:
         """Whether the view cannot be part of another view."""
-        return self.layerwise or self.rescales
+        return self.layerwise or self.rescales or self.scales_queries
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether there is a `query_scale`."""
+        return type(self).query_scale is not View.query_scale
+
+    def query_scale(self, index: torch.Tensor, parameters: Parameters) -> torch.Tensor | None:
+        """Factor of the query of each token, float64 in the shape of `index`; None where queries stay.
+
+        Layers with sliding-window or chunked attention are left out.
+
+        Args:
+            index: r(t), float64, [1 or batch, n], at least 0.
+            parameters: of `draw`.
+        """
+        return None
 
     def frequencies(self, inv_freq: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         """Frequencies of a forward from those of the RoPE parameters, [head_dim / 2], radians per position."""

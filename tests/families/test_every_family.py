@@ -217,6 +217,34 @@ def test_rescaling(model, method, tmp_path, record_property):
     assert torch.equal(logits(model, ids), plain), "the model is not as it was"
 
 
+@every_family
+@torch.no_grad()
+def test_query_scale(model, record_property):
+    """Queries scaled by a rescaling give the logits of attention whose queries are multiplied, also with n heads."""
+    if model is None:
+        return
+    config = find_decoder(model).config
+    types = getattr(config, "layer_types", None)
+
+    def scaled(call):
+        if types and re.search("sliding|chunked", types[call.module.layer_idx]):
+            return None
+        s = 1 + 0.3 * torch.log(1 + torch.arange(call.query.shape[2]) // 2)
+        return call.with_inputs(call.query * s[:, None], call.key, call.value, call.mask)
+
+    batches = [tokens(2, n) for n in (N, config.num_attention_heads)]
+    plain = [logits(model, ids) for ids in batches]
+    with watched_attention(find_causal_lm(model), scaled):
+        expected = [logits(model, ids) for ids in batches]
+    with refusals(record_property) as reasons:
+        patch_model(model, "temperature", beta=0.3, original_max_position_embeddings=2)
+        for ids, right, before in zip(batches, expected, plain, strict=True):
+            assert (right - before).abs().max() > 1e-3 * before.std()
+            same(logits(model, ids), right, f"scaled queries of {ids.shape[1]} tokens")
+        unpatch_model(model)
+    assert reasons or all(torch.equal(logits(model, ids), before) for ids, before in zip(batches, plain, strict=True))
+
+
 @half_of_families(0)
 @torch.no_grad()
 def test_decoding(model, record_property):

@@ -70,7 +70,9 @@ def test_logits_are_those_of_the_formula(family, method, seq_len):
     ids = tokens(2, seq_len)
     frequencies, factor = CASES[method].expected(seq_len)
     index, visible = torch.arange(seq_len).expand(2, -1), oracle.causal(seq_len).expand(2, -1, -1)
-    right = oracle.logits(oracle.weights_of(model), model.config, ids, index, visible, frequencies, factor)
+    scale = CASES[method].query_scale(index.double())
+    weights = oracle.weights_of(model)
+    right = oracle.logits(weights, model.config, ids, index, visible, frequencies, factor, query_scale=scale)
     torch.testing.assert_close(model(ids).logits, right, rtol=1e-3, atol=1e-4)
 
 

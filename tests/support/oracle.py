@@ -38,6 +38,7 @@ def logits(
     attention_factor: float = 1.0,
     distance: torch.Tensor | None = None,
     record: list[dict[str, torch.Tensor]] | None = None,
+    query_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Logits [batch, seq_len, vocab], float64.
 
@@ -53,6 +54,7 @@ def logits(
         attention_factor: multiplies cos and sin.
         distance: what RoPE is to take for each query's distance from each key, [batch, seq_len, seq_len]; None means
             the difference of their indices.
+        query_scale: factor of each query, [batch, seq_len].
         record: one dictionary a layer is added: q and k after RoPE, q_pre and k_pre before, v, and the output `hidden`;
             heads are not repeated. The last `hidden` is after the final norm.
     """
@@ -103,6 +105,8 @@ def logits(
             turned = distance.double()[:, None, :, :, None] * frequencies[layer]
             parts = (q1 * k1 + q2 * k2) * turned.cos() - (q2 * k1 - q1 * k2) * turned.sin()
             scores = attention_factor**2 * parts.sum(-1)
+        if query_scale is not None:
+            scores = scores * query_scale.double()[:, None, :, None]
         scores = (scores / math.sqrt(head_dim)).masked_fill(~see[layer], -torch.inf)
         probabilities = scores.softmax(-1).nan_to_num(0.0)
         out = (probabilities @ v).transpose(1, 2).reshape(batch, seq_len, n_heads * head_dim)

@@ -27,10 +27,12 @@ class Case:
     Args:
         options: of `patch_model`.
         expected: tokens of a row -> frequencies [D / 2] in float64, in radians per position; the factor of cos and sin.
+        query_scale: positions -> factors of their queries, if they are scaled.
     """
 
     options: dict[str, Any]
     expected: Callable[[int], tuple[torch.Tensor, float]]
+    query_scale: Callable[[torch.Tensor], torch.Tensor] = torch.ones_like
 
 
 def require_formula(method: str, case: Case, window: int) -> None:
