@@ -2,10 +2,12 @@
 
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import yaml
 from pydantic import ValidationError
 from support.tiny import tiny, tokens
 from transformers import Trainer
@@ -67,6 +69,15 @@ def test_a_model_is_patched_as_the_yaml_says(options, axolotl):
     assert not torch.equal(model(ids).logits, tiny().train()(ids).logits)
     assert model.config.rope_parameters == right.config.rope_parameters
     assert axolotl.RopePatchPlugin().get_trainer_cls(cfg) is None
+
+
+def test_the_example_asks_for_what_there_is(axolotl):
+    example = yaml.safe_load((Path(__file__).parents[2] / "examples" / "other_trainers" / "axolotl.yaml").read_text())
+    plugin = axolotl.RopePatchPlugin()
+    assert example["plugins"] == [f"{axolotl.__name__}.{type(plugin).__name__}"]
+    model = tiny()
+    plugin.post_model_build(config(axolotl, **example["rope_patch"]), model)
+    assert model.config.rope_parameters["factor"] == 4.0
 
 
 def test_self_distillation_takes_a_trainer_of_its_own_and_draws_the_view_itself(axolotl):
