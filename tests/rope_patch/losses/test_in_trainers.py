@@ -1,7 +1,13 @@
 """SelfDistillSteps: a `Trainer` whose step is that of a plain loop over `self_distillation_loss`."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from support.launched import run_ranks
+from support.marks import needs_ranks
 from support.tiny import tiny, tokens
 from support.training import logged
 from torch.nn.utils import clip_grad_norm_
@@ -30,18 +36,25 @@ def batches(n):
     return made
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["one micro-batch", "three"])
-def both(request, tmp_path_factory):
-    """Losses and weights of the trainer, and of the loop."""
-    micro, data = request.param, batches(STEPS * request.param)
+def trained(folder, rows_a_batch, micro):
+    """The trainer after STEPS steps; each takes `micro` times `rows_a_batch` rows on each rank."""
+    data = batches(STEPS * micro)
     rows = [{name: value[i] for name, value in batch.items()} for batch in data for i in range(2)]
     args = TrainingArguments(
-        output_dir=str(tmp_path_factory.mktemp("out")), per_device_train_batch_size=2, max_steps=STEPS,
+        output_dir=str(folder), per_device_train_batch_size=rows_a_batch, max_steps=STEPS,
         gradient_accumulation_steps=micro, learning_rate=RATE, lr_scheduler_type="constant", optim="sgd",
         logging_steps=1, report_to="none", use_cpu=True, save_strategy="no", train_sampling_strategy="sequential",
     )  # fmt: skip
     run = Distilled(tiny(), args, train_dataset=rows)
     run.train()
+    return run
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one micro-batch", "three"])
+def both(request, tmp_path_factory):
+    """Losses and weights of the trainer, and of the loop."""
+    micro, data = request.param, batches(STEPS * request.param)
+    run = trained(tmp_path_factory.mktemp("out"), 2, micro)
 
     model, losses = tiny().train(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -71,3 +84,20 @@ def test_evaluation_has_the_loss_of_the_trainer_at_true_positions(both):
     rows = [{name: value[i] for name, value in batch.items()} for i in range(2)]
     right = run.model.eval()(**batch).loss.item()
     assert run.evaluate(rows)["eval_loss"] == pytest.approx(right, rel=1e-5)
+
+
+@needs_ranks
+@pytest.mark.slow
+def test_two_ranks_take_the_step_of_one(tmp_path):
+    script = "import sys, torch; from test_in_trainers import trained; run = trained(sys.argv[1], 1, 1)\n"
+    script += "run.args.process_index or torch.save(run.model.state_dict(), sys.argv[1] + '/weights')"
+    (tmp_path / "rank.py").write_text(script)
+    root = Path(__file__).parents[3]
+    paths = os.pathsep.join(map(str, (root, root / "kernels", root / "tests", Path(__file__).parent)))
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", str(tmp_path / "rank.py"), str(tmp_path)]
+    done = run_ranks([sys.executable, *launch], env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    weights, right = torch.load(tmp_path / "weights"), trained(tmp_path, 2, 1).model.state_dict()
+    for name, value in right.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
