@@ -10,7 +10,7 @@ from support.launched import run_ranks
 from support.marks import needs_ranks
 from support.tiny import tiny, tokens
 from support.training import logged
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from rope_patch.losses import ViewConsistency, self_distillation_counts, self_distillation_loss
 from rope_patch.losses.in_trainers import SelfDistillSteps
@@ -20,7 +20,7 @@ DRAWS = {"view": Skip(skip=Uniform(1, 64)), "seed": 3, "consistency": ViewConsis
 RATE, STEPS = 0.05, 3
 
 
-class Distilled(SelfDistillSteps, Trainer):
+class Distilled(SelfDistillSteps):
     draws = DRAWS
 
 
