@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from support.pages import is_made
 
 from rope_patch.version import __version__
@@ -70,6 +72,27 @@ def metadata(wheel):
 
 def code_blocks(text):
     return re.findall(r"^```.*?^```", text, re.DOTALL | re.MULTILINE)
+
+
+# the newest Transformers and PyTorch that the metadata of each program allows, in November 2026
+PINS = {
+    "axolotl 0.19": ("5.16.1", "2.13.0"),
+    "ms-swift 4.6": ("5.19.0", "2.14.1"),
+    "unsloth 2026.10.9": ("5.17.0", "2.14.1"),
+    "LLaMA-Factory 0.9.5": ("5.6.0", "2.14.1"),
+}
+
+
+@pytest.mark.parametrize("program", PINS)
+def test_installing_the_package_beside_a_program_moves_nothing_or_the_page_says_so(program):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = {requirement.name: requirement for requirement in map(Requirement, project["dependencies"])}
+    assert [*ours] == ["torch", "transformers"]
+    transformers, torch = PINS[program]
+    moved = not (ours["transformers"].specifier.contains(transformers) and ours["torch"].specifier.contains(torch))
+    page = (ROOT / "docs/other_trainers.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {program}")]
+    assert ("moves Transformers" in row, "moves nothing" in row) == (moved, not moved)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """patch_on_load: what a program loads by name is what `patch_model` makes of the loaded model."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -246,15 +245,15 @@ def test_a_reference_model_that_is_loaded_too_is_in_step(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_of_the_page_trains_what_it_loads_by_name(folder, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "other_trainers.md").read_text()
-    script, data, out = tmp_path / "yarn_sft.py", tmp_path / "data", tmp_path / "out"
-    script.write_text(re.search(r"```python\n(# yarn_sft\.py\n.*?)```", page, re.DOTALL)[1])
+def test_a_program_that_is_started_by_the_example_trains_what_it_loads_by_name(folder, tmp_path):
+    script = Path(__file__).parents[2] / "examples" / "other_trainers" / "start_patched.py"
+    data, out = tmp_path / "data", tmp_path / "out"
     documents().to_json(data / "train.jsonl")
     arguments = {
         "model_name_or_path": folder, "dataset_name": data, "output_dir": out, "max_steps": 2, "use_cpu": True,
         "bf16": False, "report_to": "none", "eval_strategy": "no", "dtype": "float32",
     }  # fmt: skip
-    done = run_python(script, *(str(word) for name, value in arguments.items() for word in (f"--{name}", value)))
+    words = [str(word) for name, value in arguments.items() for word in (f"--{name}", value)]
+    done = run_python(script, "trl.scripts.sft", *words)
     assert done.returncode == 0, done.stderr[-2000:]
     assert load(out).config.rope_parameters["rope_type"] == "yarn"

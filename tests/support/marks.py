@@ -6,8 +6,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 from transformers.integrations import peft
+
+BEFORE_5_17 = Version(transformers.__version__) < Version("5.17")
 
 needs_ranks = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 needs_deepspeed = pytest.mark.skipif(

@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from support.families import tiny_family
+from support.marks import BEFORE_5_17
 from support.tiny import VOCAB
 from transformers import AutoModelForCausalLM
 
@@ -211,6 +212,8 @@ def test_a_rescaling_of_another_type_is_the_card_with_another_block_or_is_refuse
     native = keys.get("rope_parameters") or keys["rope_scaling"] or {}
     window, origin = keys["max_position_embeddings"], native.get(ORIGIN) or keys.get(ORIGIN)
     others = set(BLOCKS) - {AGAIN.get(card, ("", {}))[0]}
+    if BEFORE_5_17 and card == "Olmo-3":
+        others.remove("longrope")  # Transformers' own code raises UnboundLocalError where a layer type has it
     for method in others:
         block = BLOCKS[method](origin or window, n)
         names = {field.name for field in fields(RESCALINGS[method])}

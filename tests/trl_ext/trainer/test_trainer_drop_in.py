@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support import images
+from support.marks import BEFORE_5_17
 from support.tiny import VOCAB, tiny
 from support.training import documents, logged, tokenizer
 from transformers import (
@@ -25,7 +26,10 @@ from rope_patch import patch_model, rope_view
 from rope_patch.views import Uniform
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's own, of what it takes until its version 2
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # TRL's own, of what it takes until its version 2
+    pytest.mark.skipif(BEFORE_5_17, reason="the trainer needs Transformers 5.17"),
+]
 
 SETTINGS = {
     "max_steps": 2, "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no",
