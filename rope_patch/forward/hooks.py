@@ -21,6 +21,7 @@ from ..views.base import TRUE_POSITIONS
 from .cache_arguments import cache_of, has_paged_cache, returned_cache, tokens_in
 from .cached_draws import forget_draws
 from .drawn_view import Batch, DrawnView, ForwardIndex
+from .recording import logs_of
 from .sources import ViewSource
 from .state import RopeState
 from .trainers import is_generating
@@ -120,6 +121,7 @@ class DecoderEntry:
                 cache=cache,
                 ids=ids,
                 compresses=self.state.layers_call_rotary,
+                logs=logs_of(decoder),
             )
         )
 

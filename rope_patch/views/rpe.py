@@ -77,13 +77,11 @@ class RPE(View):
             sample = samples[:, None]
             tokens = torch.zeros_like(sample).index_put_((which.flatten(),), length.reshape(-1, 1))
         draw_key = key.per_step() if self.granularity == "step" else replace(key, sample=sample)
-        drawn = draw_key.uniform(slot=slots)
         if self.values == "floats":
-            table = torch.where(slots < tokens, drawn * self.max_index, math.inf).sort(-1).values
-        else:  # sort the integers by random numbers: all sets of the first L are equally likely
-            order = drawn.sort(dim=-1, stable=True).indices
-            rank = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))
-            table = torch.where(rank < tokens, slots, self.max_index).sort(-1).values
+            table = torch.where(slots < tokens, draw_key.uniform(slot=slots) * self.max_index, math.inf)
+        else:  # all sets of the first L in a random order are equally likely
+            table = torch.where(draw_key.rank(slots) < tokens, slots, self.max_index)
+        table = table.sort(-1).values
         return {"_table": table.flatten(), "_begin": which * self.max_index, "_length": length}
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:

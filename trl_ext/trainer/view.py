@@ -92,8 +92,7 @@ class TrainerView:
         return self.source.clock.key(locate_documents(rows, seq_len, batch["input_ids"].device, None, mask))
 
     def drawn(self) -> dict[str, Part]:
-        """Sum and number of each drawn parameter in the last forward; each document counts once, also when packed."""
+        """Sum over documents of each drawn parameter in the last forward, and their number."""
         assert self.source is not None and self.source.last is not None
         last = self.source.last
-        names = [n for n in last.parameters if n.rpartition(".")[2] != "length" and n.rpartition(".")[2][0] != "_"]
-        return {f"view/{name}": last.total(name) for name in names}
+        return {f"view/{name}": last.total(name) for name in last.logged()}
