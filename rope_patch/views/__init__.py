@@ -11,7 +11,7 @@ from .cream import Cream
 from .cyclic import Cyclic
 from .dilation import Dilation
 from .endprompt import EndPrompt
-from .laws import Cycling, Discrete, Law, Linear, LogUniform, Step, Uniform
+from .laws import LAWS, Cycling, Discrete, Law, Linear, LogUniform, Step, Uniform
 from .longrecipe import LongRecipe
 from .mix import Mix
 from .nope import NoPE
@@ -24,6 +24,7 @@ from .skip import Skip
 from .standard import Standard
 
 __all__ = [
+    "LAWS",
     "RPE",
     "VIEWS",
     "ChunkPermute",

@@ -18,7 +18,7 @@ def add_commands(commands: Any) -> None:
     command = commands.add_parser(
         "new",
         help="a view, RoPE scaling, objective or measure of your own, as a package with tests",
-        description="Write a package with a view, a rescaling (RoPE scaling), an objective or a measure, to change into "
+        description="Write a package with a view, a rescaling (RoPE scaling), an objective or a measure to change into "
         "yours: a module with an example, its tests, and a pyproject.toml whose entry point lets scripts, recipes and "
         "commands find it by NAME once it is installed.",
     )
