@@ -1,15 +1,9 @@
 """Methods of the field that are not here by name, each with what comes nearest, for the error of an unknown name."""
 
-_STOPPED = (
-    "'llama3' with a factor of 2**20 and max_position_embeddings comes nearest: it stops those that turn less than "
-    "once in the trained window."
-)
-
 NOT_HERE = {
-    "cope clipped-rope": f"CoPE, which stops the slowest frequencies, is not here. {_STOPPED}",
     "p-rope proportional": (
         "p-RoPE, which stops the slowest frequencies, comes with a model that was trained with it, and 'abf' keeps it. "
-        f"For another model {_STOPPED}"
+        "For another model 'cope' comes nearest: it fades them out."
     ),
     "ntk-by-parts": "'yarn' with attention_factor=1 is NTK by parts.",
     "longrope2": (

@@ -62,6 +62,13 @@ DROPE = _entry(
     authors="Gelberg, Yoav and Eguchi, Koshi and Akiba, Takuya and Cetin, Edoardo",
     eprint="2512.12167",
 )
+COPE = _entry(
+    "li2026cope",
+    "CoPE: Clipped RoPE as A Scalable Free Lunch for Long Context LLMs",
+    2026,
+    authors="Li, Haoran and Ren, Sucheng and Yuille, Alan and Wang, Feng",
+    eprint="2602.05258",
+)
 RPSD = _entry(
     "li2026shuffle",
     "Shuffle the Context: RoPE-Perturbed Self-Distillation for Long-Context Adaptation",

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..rope.rotary import is_longrope, is_nested, with_factor
+from ..rope.rotary import has_own_attention_factor, is_longrope, is_nested, with_factor
 
 TESTED = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3")
 """Model types that the programs were tested with."""
@@ -200,7 +200,9 @@ def _holds(wrong: Wrong, program: str, parameters: dict[str, Any], config: Any) 
     if is_longrope(wrong.rope_type):
         # programs take LongRoPE's attention factor from the windows, whatever `factor` says
         window = config.max_position_embeddings
-        stretch = window / parameters["original_max_position_embeddings"]
+        stretch = max(1.0, window / parameters["original_max_position_embeddings"])
         if not math.isclose(with_factor(parameters, window)["factor"], stretch, rel_tol=1e-3):
             set_options.add("attention_factor")
+        elif not has_own_attention_factor(parameters, window):
+            set_options.discard("attention_factor")
     return not wrong.options or bool(set_options.intersection(wrong.options))

@@ -5,6 +5,7 @@ One file a group of methods; `in_place` applies them to a loaded model.
 
 from .base import RESCALINGS, NativeRope, Rescaling
 from .base_change import ABF, NTK
+from .cope import CoPE
 from .drop_rope import DropRope
 from .interpolation import PI, DynamicNTK
 from .llama3 import Llama3
@@ -16,6 +17,7 @@ __all__ = [
     "NTK",
     "PI",
     "RESCALINGS",
+    "CoPE",
     "DropRope",
     "DynamicNTK",
     "Llama3",

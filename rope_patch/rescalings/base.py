@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
+
+import torch
 
 from ..base.registry import RESCALINGS as RESCALINGS
 from ..base.validators import require_integer, require_number
 from ..views.base import MAX_INDEX
+from .frequencies import rope_parameters_of
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,19 @@ class NativeRope:
     Args:
         rope_parameters: Transformers' dictionary: rope_type, rope_theta (base B) and the options of the type.
         window: trained window, in positions.
-        rotary_dim: d, twice the number of frequencies.
+        theta: the frequencies, [d/2] float64, radians per position.
+        attention_scaling: what cos and sin are multiplied by: 1, but for YaRN and LongRoPE.
     """
 
     rope_parameters: Mapping[str, Any]
     window: int
-    rotary_dim: int
+    theta: torch.Tensor = field(compare=False)
+    attention_scaling: float = 1.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """d, twice the number of frequencies."""
+        return 2 * len(self.theta)
 
     @property
     def rope_type(self) -> str:
@@ -38,8 +48,9 @@ class NativeRope:
 class Rescaling:
     """Base of all rescalings; subclasses are frozen dataclasses registered in `RESCALINGS`.
 
-    Transformers computes the frequencies (`transformers.modeling_rope_utils`). A rescaling chooses `rope_parameters`
-    and context window of the config, so that checkpoints load anywhere.
+    A subclass defines `frequencies`, and what it leaves out has a default. They are written to the config as RoPE
+    parameters of Transformers (`transformers.modeling_rope_utils`), so that checkpoints load anywhere. A subclass that
+    has a rope_type of its own there defines `rope_parameters` instead.
     """
 
     name: ClassVar[str]
@@ -47,17 +58,42 @@ class Rescaling:
     cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the model card
     factor_per_window: ClassVar[float] = 1.0  # `factor` needed for a target window, in units of the trained window
 
+    def __init_subclass__(cls) -> None:
+        if "frequencies" in vars(cls) and "rope_parameters" not in vars(cls):
+            cls.rope_parameters = Rescaling.rope_parameters  # type: ignore[method-assign]  # not those of a parent
+
+    def frequencies(self, theta: torch.Tensor, native: NativeRope) -> torch.Tensor:
+        """The new frequencies theta', [d/2], radians per position; 0 stops a pair of features.
+
+        Args:
+            theta: those that the model was trained with, [d/2] float64: theta_j = B^(-2j/d) if its rope_type is
+                "default".
+            native: all RoPE parameters that it was trained with.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define frequencies, or rope_parameters.")
+
+    def attention_scaling(self, native: NativeRope) -> float:
+        """What cos and sin are multiplied by under the new `frequencies`, above 0; by default as in training."""
+        return native.attention_scaling
+
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         """Entries of Transformers' `rope_parameters` that replace the scaling entries of `native`.
 
+        By default those of `frequencies` and `attention_scaling`, in the plainest form.
+
         Raises:
-            ValueError: this rescaling cannot start from the native RoPE parameters.
+            ValueError: this rescaling cannot start from the native RoPE parameters, or its frequencies make no sense.
         """
-        raise NotImplementedError
+        return rope_parameters_of(self, native)
+
+    @property
+    def gives_frequencies(self) -> bool:
+        """Whether the RoPE parameters are those of `frequencies`."""
+        return type(self).rope_parameters is Rescaling.rope_parameters
 
     def target_window(self, native_window: int) -> int | None:
         """Window after rescaling, in positions, written as `max_position_embeddings`; None leaves that unchanged."""
-        raise NotImplementedError
+        return None
 
     @property
     def wants_window(self) -> bool:

@@ -5,7 +5,8 @@ config is edited, Transformers builds rotary modules from it, and their state is
 """
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,6 +30,7 @@ from ..rope.rotary import (
 )
 from ..views.base import MAX_INDEX
 from . import NativeRope, Rescaling
+from .frequencies import chosen_frequencies, trained_frequencies
 
 # the keys of `rope_parameters` about scaling, of Transformers and other programs; the others (partial_rotary_factor,
 # mrope_section) belong to the architecture
@@ -165,6 +167,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
     reason = why_no_layers(decoder)
     if reason is not None:
         raise ValueError(f"rescaling {rescaling.name!r} would change nothing: {reason}")
+    start: dict[str, NativeRope] = {}  # by buffer of a rotary module
     if is_nested(native.rope_parameters):
         # Transformers looks for `truncate` beside the layer types, where validate_rope allows no such key
         if rescaling.options().get("truncate") is False:
@@ -175,29 +178,39 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         rope_parameters = copy.deepcopy(native.rope_parameters)
         for layer_type in far_looking_types(native.rope_parameters, native.rotary):
             read = {key: value for key, value in rope_parameters[layer_type].items() if key != "truncate"}
-            rope_parameters[layer_type] = _merged(read, rescaling, native, window, f"{layer_type}_inv_freq")
+            start[f"{layer_type}_inv_freq"] = _native_rope(read, rescaling, native.rotary, window, f"{layer_type}_")
+            rope_parameters[layer_type] = _merged(rescaling, start[f"{layer_type}_inv_freq"])
         config.rope_parameters = rope_parameters
     else:
-        config.rope_parameters = _merged(native.rope_parameters, rescaling, native, window, "inv_freq")
+        shared = {name: state for name, state in native.rotary.items() if name not in native.own_rope_parameters}
+        start["inv_freq"] = _native_rope(native.rope_parameters, rescaling, shared or native.rotary, window)
+        config.rope_parameters = _merged(rescaling, start["inv_freq"])
     _require_bases(native, rescaling, config.rope_parameters)
     origin = config.rope_parameters.get("original_max_position_embeddings")
     with _as_refusal(rescaling, config):
         config.standardize_rope_params()
         config.validate_rope()
-    _require_origin(rescaling, config, origin)
+    if not rescaling.gives_frequencies:  # which have one set of divisors for texts of any length
+        _require_origin(rescaling, config, origin)
 
     modules = rotary_by_name(decoder)
     by_module: dict[str, dict[str, Any]] = {}
     rotary: dict[str, RotaryState] = {}
     for name, module in modules.items():
         module_config: Any = config
+        of_module = start
         if name in native.own_rope_parameters:
-            by_module[name] = _merged(native.own_rope_parameters[name], rescaling, native, window, "inv_freq")
+            own = _native_rope(native.own_rope_parameters[name], rescaling, {name: native.rotary[name]}, window)
+            of_module, by_module[name] = {"inv_freq": own}, _merged(rescaling, own)
+            if rescaling.gives_frequencies:  # the saved config has one dictionary for all layers, apart from bases
+                by_module[name] = {**config.rope_parameters, "rope_theta": own.rope_theta}
             module_config = copy.deepcopy(module.config)
             module_config.rope_parameters = by_module[name]
         with _as_refusal(rescaling, config):
             rotary[name] = fresh_state(module, module_config)
         _require_shapes(rescaling, config, native.rotary[name], rotary[name])
+        if rescaling.gives_frequencies:
+            _require_frequencies(rescaling, config, of_module, rotary[name])
     scales = _scales_of_twin(decoder, config) if native.attention_scales else {}
     _require_softmax_scaled(rescaling, decoder, config)
     _require_softmax_kept(rescaling, native, config, scales)
@@ -265,6 +278,22 @@ def _require_softmax_kept(
         )
 
 
+def _require_frequencies(rescaling: Rescaling, config: Any, start: dict[str, NativeRope], built: RotaryState) -> None:
+    """Raise ValueError if Transformers builds other frequencies, or another scaling, than a rescaling chooses."""
+    for buffer, native in start.items():
+        if buffer not in built.buffers:
+            continue
+        theta, scaling = chosen_frequencies(rescaling, native)
+        is_built = torch.allclose(built.buffers[buffer][0].double(), theta, rtol=1e-5, atol=1e-30)
+        own_scaling = built.attributes.get(f"{buffer.removesuffix('inv_freq')}attention_scaling", 1.0)
+        if not is_built or not math.isclose(own_scaling, scaling, rel_tol=1e-6):
+            raise ValueError(
+                f"rescaling {rescaling.name!r}: no rope_type says its frequencies for model type "
+                f"{config.model_type!r}, where Transformers builds others ({buffer}) from {config.rope_parameters}. "
+                "Use 'abf', or a rescaling that divides all frequencies by one number."
+            )
+
+
 def _require_shapes(rescaling: Rescaling, config: Any, before: RotaryState, after: RotaryState) -> None:
     """Raise ValueError if Transformers builds another number of frequencies, e.g. from another head_dim."""
     for name, (buffer, _) in after.buffers.items():
@@ -289,27 +318,35 @@ def _as_refusal(rescaling: Rescaling, config: Any) -> Iterator[None]:
         ) from error
 
 
-def _merged(
-    parameters: dict[str, Any], rescaling: Rescaling, native: RopeParameters, window: int, buffer: str
-) -> dict[str, Any]:
-    """`parameters` with the scaling of `rescaling`.
-
-    If `parameters` have the same type, options that are left out keep their values. An attention factor is kept too,
-    unless it follows from the factor by the formula: then Transformers computes it from the new factor.
-    """
-    frequencies = next((state.buffers[buffer][0] for state in native.rotary.values() if buffer in state.buffers), None)
-    if frequencies is None:
+def _native_rope(
+    parameters: dict[str, Any], rescaling: Rescaling, rotary: Mapping[str, RotaryState], window: int, prefix: str = ""
+) -> NativeRope:
+    """What a rescaling starts from: `parameters` and, of the first of `rotary` that has them, their frequencies."""
+    buffer = f"{prefix}inv_freq"
+    state = next((state for state in rotary.values() if buffer in state.buffers), None)
+    if state is None:
         raise ValueError(f"rescaling {rescaling.name!r}: this model's rotary modules hold no {buffer!r} to rescale.")
-    new = rescaling.rope_parameters(NativeRope(parameters, window, 2 * frequencies.numel()))
+    theta = trained_frequencies(state.buffers[buffer][0], parameters)
+    return NativeRope(parameters, window, theta, state.attributes.get(f"{prefix}attention_scaling", 1.0))
+
+
+def _merged(rescaling: Rescaling, native: NativeRope) -> dict[str, Any]:
+    """The RoPE parameters of `native` with the scaling of `rescaling`.
+
+    If they have the same type, options that are left out keep their values. An attention factor is kept too, unless it
+    follows from the factor by the formula: then Transformers computes it from the new factor.
+    """
+    parameters, new = dict(native.rope_parameters), rescaling.rope_parameters(native)
     is_same_type = new["rope_type"] == parameters["rope_type"]
     options = rescaling.options()
-    left_open = {f.name for f in fields(rescaling)} - set(options)  # type: ignore[arg-type]
+    names = set() if rescaling.gives_frequencies else {f.name for f in fields(rescaling)}  # type: ignore[arg-type]
+    left_open = names - set(options)
     kept = {k: v for k, v in parameters.items() if is_same_type or k not in _SCALING_KEYS}
     if is_same_type:
         new = {k: v for k, v in new.items() if k not in left_open or k not in parameters}
     kept.pop("attention_factor", None)
     reads_factor = is_same_type or "attention_factor" in left_open
-    if reads_factor and "mscale" not in options and has_own_attention_factor(parameters, window):
+    if reads_factor and "mscale" not in options and has_own_attention_factor(parameters, native.window):
         kept["attention_factor"] = parameters["attention_factor"]
     origin = parameters.get("original_max_position_embeddings")
     if _QUERY_SCALE in parameters:

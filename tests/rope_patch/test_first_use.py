@@ -39,6 +39,7 @@ def test_swapped_arguments_are_named():
         ("deepseek_yarn", "yarn"),
         ("rope_theta", "abf"),
         ("su", "longrope"),
+        ("clipped rope", "cope"),
         ("rope", "standard"),
         ("default", "standard"),
     ],
@@ -51,7 +52,6 @@ def test_names_that_others_use_lead_to_ours(name, meant):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("cope", "'llama3' with a factor of 2\\*\\*20 and max_position_embeddings comes nearest"),
         ("Self_Extend", "STRING is here: rope_patch.string_positions"),
         ("LongRoPE2", "'longrope' takes the divisors"),
         ("proportional", "'abf' keeps it"),

@@ -77,6 +77,7 @@ RESCALINGS: dict[str, tuple[str, dict[str, Any]] | None] = {
         "longrope",
         {"factor": FACTOR, "long_factor": _LONG, "attention_factor": 1.0},
     ),
+    "`cope`": ("cope", {"n": 28, "max_position_embeddings": 2048}),
     "`dynamic-ntk`": ("dynamic-ntk", {"factor": FACTOR}),
     "`drop-rope`": ("drop-rope", {"max_position_embeddings": 2048}),
 }
@@ -90,7 +91,7 @@ def takes(family: str, rescaling: str) -> bool:
     """
     if family == "Gemma3":
         return "truncate" not in rescaling
-    return family != "Phi3" or rescaling.split(",")[0] in ("none", "`ntk`", "`abf`", "`longrope`")
+    return family != "Phi3" or rescaling.split(",")[0] in ("none", "`ntk`", "`abf`", "`longrope`", "`cope`")
 
 
 def rows_of(rescaling: str) -> dict[str, int]:

@@ -220,6 +220,23 @@ def test_longrope_with_equal_factors_is_exported_as_programs_read_it(target, opt
         del exported.model.rotary_emb.forward
 
 
+@pytest.mark.parametrize("target", ["vllm", "sglang", "mlx"])
+@pytest.mark.parametrize(("family", "folded"), [("llama", False), ("olmo2", False), ("phi3", True)])
+@pytest.mark.parametrize("window", [WINDOW, 4 * WINDOW])
+@torch.no_grad()
+def test_frequencies_of_zero_are_exported_as_programs_read_them(target, family, folded, window, tmp_path):
+    """Programs take no attention factor where the window is L0, which the config of Phi-3 names once more."""
+    model = tiny_family(family) if family == "olmo2" else made(family)
+    patch_model(model, "cope", n=3, max_position_embeddings=window)
+    assert export(model, tmp_path / "out", target=target).folded == (folded and window > WINDOW)
+    exported, ids = reloaded(tmp_path / "out"), tokens(1, 100)
+    expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(exported(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+    cos, sin = programs_table(exported.config, 100)
+    exported.model.rotary_emb.forward = lambda x, position_ids: (cos[None].to(x.dtype), sin[None].to(x.dtype))
+    torch.testing.assert_close(exported(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_a_smaller_window_of_longrope_keeps_its_attention_factor_in_sglang(tmp_path):
     """Short and long factors may differ there."""
