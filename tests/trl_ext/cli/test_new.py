@@ -1,10 +1,7 @@
 """`rope-patch new`: what it writes passes its own tests, and is found by its name once it is installed."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support.packages import pip_install, run_python
 
 from trl_ext import cli
 from trl_ext.cli.new import KINDS
@@ -23,15 +20,11 @@ def test_a_new_package_passes_its_tests_and_is_found_by_its_name(kind, tmp_path,
     folder, site = tmp_path / "far-off", tmp_path / "site"
     assert cli.main(["new", kind, "far-off", "--output", str(folder)]) == 0
     assert f"pip install -e {folder} && pytest {folder}" in capsys.readouterr().out
-    offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", site]
-    subprocess.run([sys.executable, "-m", "pip", "install", *offline, folder], check=True)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    run = [sys.executable, "-m", "pytest", "-q", "test_far_off.py"]
-    tests = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
+    pip_install(folder, site)
+    tests = run_python(site, folder, "-m", "pytest", "-q", "test_far_off.py")
     assert tests.returncode == 0 and "2 passed" in tests.stdout, tests.stdout
     found = f"{FOUND[kind]}; import sys; assert 'far_off' not in sys.modules; known['far-off']; sys.modules['far_off']"
-    subprocess.run([sys.executable, "-c", found], cwd=tmp_path, env=environment, check=True)
+    assert run_python(site, tmp_path, "-c", found).returncode == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
