@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args, get_ty
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rope_patch.base.registry import Registry, from_options, require_known
@@ -166,6 +167,12 @@ class Objective:
     def draws(self) -> bool:
         """Whether forwards of the step draw the view."""
         return True
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The model without wrappers, whose `get_output_embeddings()` makes logits of states."""
+        causal_lm: PreTrainedModel = self.forward_loss.causal_lm
+        return causal_lm
 
     @property
     def shard(self) -> SequenceShard | None:

@@ -94,10 +94,11 @@ def test_blocks_nest_and_leave_the_model_as_it_was():
     assert model.model.__dict__.keys() == before.keys()
 
 
-def test_a_trainer_draws_for_its_steps_and_documents(tmp_path):
+@pytest.mark.parametrize("objective", ["clm", "self-distill"])
+def test_a_trainer_draws_for_its_steps_and_documents(objective, tmp_path):
     data = Dataset.from_dict({"input_ids": [[5 + i] * (20 + i) for i in range(8)]})
     run = trainer(
-        tmp_path, train_dataset=data, view="skip", max_steps=2, per_device_train_batch_size=2,
+        tmp_path, train_dataset=data, view="skip", objective=objective, max_steps=2, per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
     )  # fmt: skip
     with record_positions(run.model) as drawn:
