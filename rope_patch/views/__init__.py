@@ -3,6 +3,7 @@
 One file a view; what several views share is in `base`, `options` and `several`.
 """
 
+from ..base.draws import DrawKey
 from .base import VIEWS, TrainingText, View
 from .borders import border_tokens
 from .chunk_permute import ChunkPermute
@@ -34,6 +35,7 @@ __all__ = [
     "Cycling",
     "Dilation",
     "Discrete",
+    "DrawKey",
     "EndPrompt",
     "Law",
     "Linear",
