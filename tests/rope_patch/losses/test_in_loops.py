@@ -283,6 +283,11 @@ def model(checkpointing):
     return checkpointed(patch_model(tiny(dtype=torch.float64), "yarn", factor=4.0).train(), checkpointing)
 
 
+def apart(model, part):
+    standard, moved = view_states(model, part, "standard", VIEW, step=STEP)
+    return (1 - torch.cosine_similarity(standard, moved, dim=-1)).sum() / (2 * 19 + 30)
+
+
 for checkpointing in CHECKPOINTING.values():
     alone, shared = model(None), DistributedDataParallel(model(checkpointing))
     counts = self_distillation_counts(shared, mine, **DRAWN)
@@ -290,6 +295,7 @@ for checkpointing in CHECKPOINTING.values():
     for loss in (
         lambda model, part: self_distillation_loss(model, part, **DRAWN, counts=counts),
         lambda model, part: relation_loss(model, teacher, part, n_tokens=2 * 19 + 30),
+        apart,
     ):
         sum(loss(alone, part) for part in parts).backward()
         (loss(shared, mine) * dist.get_world_size()).backward()
