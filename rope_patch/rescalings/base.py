@@ -58,7 +58,8 @@ class Rescaling:
     cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the model card
     factor_per_window: ClassVar[float] = 1.0  # `factor` needed for a target window, in units of the trained window
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
         if "frequencies" in vars(cls) and "rope_parameters" not in vars(cls):
             cls.rope_parameters = Rescaling.rope_parameters  # type: ignore[method-assign]  # not those of a parent
 

@@ -18,7 +18,7 @@ class CoPE(WindowAsOption):
     The first of the n pairs keeps its frequency, the last stops. The others are kept.
 
     Args:
-        n: pairs that fade, 2 to d/2. The authors take 20 of the 64 of Llama-3-8B, after 'abf'.
+        n: pairs that fade, 2 to d/2. The authors' code takes 20 of the 64 of Llama-3-8B.
         max_position_embeddings: target window for the config, in positions; None keeps the trained one.
 
     When: Use it to reproduce CoPE, with training. It was not measured here.

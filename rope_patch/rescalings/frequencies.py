@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.validators import require_number
-from ..rope.rotary import is_dynamic, is_longrope
+from ..rope.rotary import is_dynamic, is_longrope, with_factor
 
 if TYPE_CHECKING:
     from .base import NativeRope, Rescaling
 
 _STILL = 3e38
-"""LongRoPE's divisor of a pair that does not turn. In float32 it is finite and times a base above 1.2 infinite, so that
-the frequency is 0; that of the first pair is 3e-39."""
+"""LongRoPE's divisor of a pair that does not turn. In float32 it is finite, and times B^(2j/d) infinite for all but the
+first pairs, so that their frequency is 0; that of the first is 3e-39."""
 
 _SAME = 1e-6  # relative; Transformers' own powers in float32 are as far from float64
 
 
 def plain_frequencies(rope_theta: float, rotary_dim: int) -> torch.Tensor:
     """theta_j = B^(-2j/d), j = 0..d/2-1: [d/2] float64, radians per position."""
-    return rope_theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    return rope_theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
 
 
 def trained_frequencies(inv_freq: torch.Tensor, rope_parameters: dict[str, Any]) -> torch.Tensor:
@@ -28,7 +28,7 @@ def trained_frequencies(inv_freq: torch.Tensor, rope_parameters: dict[str, Any])
     plain = plain_frequencies(rope_parameters["rope_theta"], 2 * inv_freq.numel())
     if inv_freq.is_meta:
         return plain if rope_parameters["rope_type"] == "default" else plain.to("meta")
-    held = inv_freq.detach().cpu().double()
+    held = inv_freq.detach().cpu().double().flatten()
     return torch.where(torch.isclose(held, plain, rtol=10 * _SAME, atol=0.0), plain, held)
 
 
@@ -50,7 +50,8 @@ def chosen_frequencies(rescaling: "Rescaling", native: "NativeRope") -> tuple[to
             f"rescaling {rescaling.name!r} starts from the model's frequencies, which are on the device meta: load the "
             "weights first."
         )
-    theta = rescaling.frequencies(native.theta.clone(), native)
+    with torch.device("cpu"):  # also for tensors that it makes
+        theta = rescaling.frequencies(native.theta.clone(), native)
     what = f"rescaling {rescaling.name!r}: {type(rescaling).__name__}"
     expected = f"{what}.frequencies must return a tensor [{len(native.theta)}] of finite numbers of at least 0"
     if not isinstance(theta, torch.Tensor) or theta.shape != native.theta.shape:
@@ -74,7 +75,7 @@ def rope_parameters_of(rescaling: "Rescaling", native: "NativeRope") -> dict[str
     """
     theta, scaling = chosen_frequencies(rescaling, native)
     if torch.equal(theta, native.theta) and scaling == native.attention_scaling:
-        return dict(native.rope_parameters)
+        return with_factor(dict(native.rope_parameters), native.window)
     # of all types, only 'proportional' counts the pairs that stand still
     whole = {"partial_rotary_factor": 1.0} if native.rope_type == "proportional" else {}
     power_law = _power_law(theta, native) if scaling == 1 else None

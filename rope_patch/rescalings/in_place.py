@@ -281,10 +281,10 @@ def _require_softmax_kept(
 def _require_frequencies(rescaling: Rescaling, config: Any, start: dict[str, NativeRope], built: RotaryState) -> None:
     """Raise ValueError if Transformers builds other frequencies, or another scaling, than a rescaling chooses."""
     for buffer, native in start.items():
-        if buffer not in built.buffers:
+        if buffer not in built.buffers or built.buffers[buffer][0].is_meta:
             continue
         theta, scaling = chosen_frequencies(rescaling, native)
-        is_built = torch.allclose(built.buffers[buffer][0].double(), theta, rtol=1e-5, atol=1e-30)
+        is_built = torch.allclose(built.buffers[buffer][0].cpu().double(), theta, rtol=1e-5, atol=1e-30)
         own_scaling = built.attributes.get(f"{buffer.removesuffix('inv_freq')}attention_scaling", 1.0)
         if not is_built or not math.isclose(own_scaling, scaling, rel_tol=1e-6):
             raise ValueError(

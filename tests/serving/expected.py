@@ -30,6 +30,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "------",  # longrope: long factors for short rows
             "++++++",  # longrope, equal factors
             "------",  # longrope, attention_factor
+            "+++++-",  # cope: for Phi3 the attention factor, which follows from its windows
             "-----.",  # dynamic-ntk: the table ends at the window
             "+++++.",  # drop-rope
         ],
@@ -50,6 +51,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "++++-+",  # longrope
             "++++-+",  # longrope, equal factors
             "------",  # longrope, attention_factor
+            "++++--",  # cope
             "-----.",  # dynamic-ntk
             "++++-.",  # drop-rope
         ],
@@ -70,6 +72,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "------",  # longrope: long factors for short rows with Phi3, unscaled with others
             "-----+",  # longrope, equal factors
             "------",  # longrope, attention_factor
+            "------",  # cope: unscaled, and for Phi3 the attention factor
             "-----.",  # dynamic-ntk
             "++---.",  # drop-rope
         ],
@@ -90,6 +93,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "------",  # longrope
             "---+--",  # longrope, equal factors
             "------",  # longrope, attention_factor
+            "---+--",  # cope
             "-----.",  # dynamic-ntk
             "---+-.",  # drop-rope
         ],
@@ -107,6 +111,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "------",  # longrope: long factors for short rows
             "++++++",  # longrope, equal factors
             "------",  # longrope, attention_factor
+            "+++++-",  # cope: for Phi3 the attention factor, which follows from its windows
             "-----.",  # dynamic-ntk: another base for each part of the row
             "+++++.",  # drop-rope
         ],
@@ -127,6 +132,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "rrrrrr",  # longrope
             "rrrrrr",  # longrope, equal factors
             "rrrrrr",  # longrope, attention_factor
+            "rrrrrr",  # cope
             "rrrrr.",  # dynamic-ntk
             "-rrrr.",  # drop-rope
         ],
@@ -147,6 +153,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-rrrrr",  # longrope
             "-rrrrr",  # longrope, equal factors
             "-rrrrr",  # longrope, attention_factor
+            "-rrrrr",  # cope
             "rrrrr.",  # dynamic-ntk
             "+rrrr.",  # drop-rope
         ],
@@ -164,6 +171,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-rrrr+",  # longrope
             "-rrrr+",  # longrope, equal factors
             "-rrrr-",  # longrope, attention_factor
+            "-rrrr-",  # cope
             "rrrrr.",  # dynamic-ntk
             "+rrrr.",  # drop-rope
         ],

@@ -180,6 +180,45 @@ def test_native_types_that_no_rescaling_of_ours_writes(rope_type, cope):
     require_turns(patch_model(model, cope, n=4), native * torch.tensor([1, 0.75, 0.25, 0]), scaling)
 
 
+@torch.no_grad()
+def test_a_family_with_pairs_that_stand_still_by_themselves(cope, tmp_path):
+    model, ids = tiny_family("lfm3"), tokens(1, 20)
+    plain = model(ids).logits
+    seen = patch_model(model, cope, n=7)(ids).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path).eval()(ids).logits, seen)
+    assert not torch.equal(seen, plain) and torch.equal(unpatch_model(model)(ids).logits, plain)
+
+
+def test_a_family_that_has_no_type_for_them_is_refused(cope):
+    """Gemma 4's heads differ in size by layer, of which LongRoPE in Transformers knows nothing."""
+    model = tiny_family("gemma4_text")
+    before = model.config.to_dict()
+    with pytest.raises(ValueError, match="Transformers does not accept these RoPE parameters for .* 'gemma4_text'"):
+        patch_model(model, cope, n=15)
+    assert model.config.to_dict() == before
+
+
+def test_an_option_of_a_class_is_not_taken_for_one_of_the_native_parameters():
+    """An option that is left open keeps its native value, where a rescaling writes RoPE parameters of a type."""
+
+    @dataclass(frozen=True)
+    class Sharper(Rescaling):
+        name = "sharper"
+        attention_factor: float | None = None
+
+        def frequencies(self, theta, native):
+            return theta / 2
+
+        def attention_scaling(self, native):
+            return self.attention_factor or 1.5
+
+    options, _, _ = NATIVES["longrope"]
+    native = {"rope_type": "longrope", "rope_theta": THETA, **options, "attention_factor": 1.2}
+    model = patch_model(tiny(rope_parameters=native), Sharper())
+    require_turns(model, NATIVE / torch.tensor(EQUAL) / 2, 1.5)
+
+
 def test_a_second_rescaling_replaces_the_first(cope):
     once, twice = patch_model(tiny(), cope, n=3), patch_model(patch_model(tiny(), "yarn", factor=4.0), cope, n=3)
     assert once.config.to_dict() == twice.config.to_dict()
@@ -273,8 +312,33 @@ def test_a_model_on_meta_has_to_be_loaded_unless_its_base_tells_all(cope):
             "original_max_position_embeddings": 32,
         })  # fmt: skip
     assert patch_model(plain, cope, n=3).config.rope_parameters["long_factor"] == pytest.approx([1, 1, 2, STILL])
+    with torch.device("meta"):
+        assert patch_model(plain, "yarn", factor=2.0).config.rope_parameters["rope_type"] == "yarn"
+        assert patch_model(plain, cope, n=2).config.rope_parameters["long_factor"][2:] == [1.0, STILL]
     with pytest.raises(ValueError, match="on the device meta: load the weights first"):
         patch_model(llama3, cope, n=3)
+
+
+def test_unchanged_frequencies_keep_their_attention_scaling_in_a_longer_window():
+    """Transformers takes LongRoPE's factor from the window in the config where none is named."""
+
+    @dataclass(frozen=True)
+    class Same(Rescaling):
+        name = "same"
+
+        def frequencies(self, theta, native):
+            return theta
+
+        def target_window(self, native_window):
+            return 8 * native_window
+
+    options, native, _ = NATIVES["longrope"]
+    unnamed = {key: value for key, value in options.items() if key != "factor"}
+    model = tiny(rope_parameters={"rope_type": "longrope", "rope_theta": THETA, **unnamed})
+    scaling = math.sqrt(1 + math.log(4) / math.log(WINDOW / 4))
+    require_turns(model, native, scaling)
+    require_turns(patch_model(model, Same()), native, scaling)
+    assert model.config.max_position_embeddings == 8 * WINDOW
 
 
 def test_tokens_are_read_with_the_new_frequencies(cope):

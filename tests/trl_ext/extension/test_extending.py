@@ -241,7 +241,7 @@ def test_the_folder_of_another_run_is_refused(folder, finished):
             {"rescale": "yarn", "rescale_args": {"factor": 1.5}},
             "--rescale yarn: its window is 1200 positions, and --to is 1600",
         ),
-        ({"rescale": "none"}, "--rescale none: Unknown rescaling 'none'. Known: abf, drop-rope, dynamic-ntk"),
+        ({"rescale": "none"}, "--rescale none: Unknown rescaling 'none'. Known: abf, cope, drop-rope, dynamic-ntk"),
         ({"rescale": "skip"}, "--rescale skip: 'skip' is a view; a rescaling is one of abf"),
         ({"rescale_args": {"factor": 2.0}}, "--rescale-args needs --rescale"),
         ({"model": "nothing"}, "there is no folder nothing, and a hub id has"),
