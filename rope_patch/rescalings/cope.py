@@ -21,7 +21,7 @@ class CoPE(WindowAsOption):
         n: pairs that fade, 2 to d/2. The authors' code takes 20 of the 64 of Llama-3-8B.
         max_position_embeddings: target window for the config, in positions; None keeps the trained one.
 
-    When: Use it to reproduce CoPE, with training. It was not measured here.
+    When: Use it to reproduce CoPE, with training; it was not measured here.
 
     Source: CoPE (clipped RoPE), arXiv:2602.05258, soft clipping; saved as rope_type "longrope" with equal factors.
     """

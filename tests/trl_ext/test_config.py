@@ -15,7 +15,7 @@ from trl_ext import RopeSFTConfig
             {"view": "yarn", "view_args": {"factor": 2.0}},
             "'yarn' is a rescaling; a view is one of chunk-permute, compose",
         ),
-        ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, drop-rope, dynamic-ntk"),
+        ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, cope, drop-rope, dynamic-ntk"),
         (
             {"view": "skip", "view_args": {"spilt": 3}},
             "Unknown option 'spilt' of view 'skip'. Did you mean 'split'",

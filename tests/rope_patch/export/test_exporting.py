@@ -183,7 +183,7 @@ def test_a_smaller_window_keeps_the_attention_factor_that_the_window_made(tmp_pa
 def programs_table(config, n):
     """Cosines and sines [n, d] of LongRoPE as vLLM, SGLang and mlx-lm compute them, here in float64.
 
-    Attention factors and `factor` they do not read: theirs is that of max_position_embeddings / L0.
+    Attention factors and `factor` they do not read: theirs is that of max_position_embeddings / L0, from 1 on.
     """
     rope = config.rope_parameters
     origin = rope["original_max_position_embeddings"]
@@ -191,7 +191,7 @@ def programs_table(config, n):
     d = 2 * len(divisors)
     frequencies = rope["rope_theta"] ** (-torch.arange(0, d, 2, dtype=torch.float64) / d) / divisors
     angles = (torch.arange(n, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)
-    scale = math.sqrt(1 + math.log(config.max_position_embeddings / origin) / math.log(origin))
+    scale = math.sqrt(1 + math.log(max(1.0, config.max_position_embeddings / origin)) / math.log(origin))
     return angles.cos() * scale, angles.sin() * scale
 
 
@@ -222,13 +222,14 @@ def test_longrope_with_equal_factors_is_exported_as_programs_read_it(target, opt
 
 @pytest.mark.parametrize("target", ["vllm", "sglang", "mlx"])
 @pytest.mark.parametrize(("family", "folded"), [("llama", False), ("olmo2", False), ("phi3", True)])
-@pytest.mark.parametrize("window", [WINDOW, 4 * WINDOW])
+@pytest.mark.parametrize(("window", "served"), [(WINDOW, None), (4 * WINDOW, None), (4 * WINDOW, 2 * WINDOW)])
 @torch.no_grad()
-def test_frequencies_of_zero_are_exported_as_programs_read_them(target, family, folded, window, tmp_path):
+def test_frequencies_of_zero_are_exported_as_programs_read_them(target, family, folded, window, served, tmp_path):
     """Programs take no attention factor where the window is L0, which the config of Phi-3 names once more."""
     model = tiny_family(family) if family == "olmo2" else made(family)
     patch_model(model, "cope", n=3, max_position_embeddings=window)
-    assert export(model, tmp_path / "out", target=target).folded == (folded and window > WINDOW)
+    done = export(model, tmp_path / "out", target=target, window=served)
+    assert done.folded == (folded and window > WINDOW)
     exported, ids = reloaded(tmp_path / "out"), tokens(1, 100)
     expected = model(ids, use_cache=False).logits
     torch.testing.assert_close(exported(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)

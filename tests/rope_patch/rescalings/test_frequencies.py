@@ -110,6 +110,10 @@ FORMS = {
         {"rope_type": "linear", "rope_theta": THETA, "factor": pytest.approx(3.0, rel=1e-6)},
     ),
     "another base": (lambda theta: 5e5 ** (-2 * PAIR / D), {"rope_type": "default", "rope_theta": 5e5}),
+    "another base, rounded": (
+        lambda theta: 5e5 ** (-2 * PAIR / D) * (1 + 1e-7),
+        {"rope_type": "default", "rope_theta": pytest.approx(5e5)},
+    ),
     "both": (lambda theta: 5e5 ** (-2 * PAIR / D) / 7, {"rope_type": "linear", "rope_theta": 5e5, "factor": 7.0}),
     # Transformers warns of a factor below 1
     "faster": (lambda theta: 2 * theta, {**LONGROPE, "long_factor": [0.5] * 4, "short_factor": [0.5] * 4}),
