@@ -104,7 +104,7 @@ RELATION_KERNELS = (
 def balanced_seed(steps: int) -> int:
     """A seed whose steps have the mean work of uniform splits s: L/2 copies, which attend to L^2/3 keys."""
     of_steps = torch.arange(steps)[:, None]
-    length = torch.tensor(1 << 20)
+    length = torch.tensor(1 << 20)  # tokens, so many that shares of it are nearly continuous
     for seed in range(100_000):
         split = Skip().draw(length, DrawKey(seed, of_steps, torch.zeros_like(of_steps)))["split"] / length
         if abs((1 - split).mean() - 1 / 2) < 0.005 and abs((1 - split**2).mean() - 2 / 3) < 0.01:
@@ -122,7 +122,7 @@ class Watch(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         synchronize()
-        if state.global_step == 2 * self.steps:
+        if state.global_step == 2 * self.steps:  # behind both rounds
             self.profile = profile(activities=[ProfilerActivity.CUDA]) if torch.cuda.is_available() else None
             if self.profile is not None:
                 self.profile.__enter__()
@@ -131,7 +131,7 @@ class Watch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         synchronize()
         if state.global_step <= 2 * self.steps:
-            self.seconds[(state.global_step - 1) // self.steps] += time.perf_counter() - self.begin
+            self.seconds[(state.global_step - 1) // self.steps] += time.perf_counter() - self.begin  # of its round
         elif self.profile is not None:
             self.profile.__exit__(None, None, None)
 
@@ -149,7 +149,7 @@ class Watch(TrainerCallback):
         """Of the profiled step: seconds of all kernels, of the longest, and the share of the relation loss."""
         if self.profile is None:
             return {}
-        times = {e.key: e.self_device_time_total / 1e6 for e in self.profile.key_averages()}
+        times = {e.key: e.self_device_time_total / 1e6 for e in self.profile.key_averages()}  # seconds
         total = sum(times.values())
         relation = sum(t for name, t in times.items() if name in RELATION_KERNELS) / total
         longest = {name[:100]: round(times[name], 4) for name in sorted(times, key=lambda name: -times[name])[:16]}
@@ -183,7 +183,7 @@ def build(shape: str, nf4: bool) -> Any:
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     model = build(args.shape, args.nf4)
     vocabulary = model.config.vocab_size
-    n_steps = 1 if args.once else 2 * args.steps + 1
+    n_steps = 1 if args.once else 2 * args.steps + 1  # the last one is profiled
     rows = torch.randint(0, vocabulary, (n_steps, args.length)).tolist()
     watch = Watch(n_steps if args.once else args.steps)
     view: dict[str, Any] = {}

@@ -29,8 +29,10 @@ def reading(prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
     before: Sequence[int] = ()
     for prompt in sorted(list(p) for p in prompts):
         shared = next((k for k, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), len(before))
+        # the last token is read in any case, for its logits
         shared = min(shared, len(prompt) - 1)
         tokens += len(prompt) - shared
+        # token t looks at t + 1 tokens
         pairs += len(prompt) * (len(prompt) + 1) // 2 - shared * (shared + 1) // 2
         before = prompt
     return tokens, pairs

@@ -42,7 +42,7 @@ def main() -> None:
     at_rest = torch.cuda.memory_allocated()
     rows = []
     for seq_len in args.lengths:
-        ids = torch.randint(3, vocab, (1, seq_len))
+        ids = torch.randint(3, vocab, (1, seq_len))  # without padding and end of text
         measures: dict[str, Callable[[], object]] = {
             "loss_by_position": lambda ids=ids: loss_by_position(model, ids, progress=False),
             "attention_distance": lambda ids=ids: attention_distance(model, ids, progress=False),
@@ -63,7 +63,7 @@ def main() -> None:
                     "seq_len": seq_len,
                     "seconds": time.perf_counter() - begin,
                     "peak_gib_above_weights": (torch.cuda.max_memory_allocated() - at_rest) / GIB,
-                    "n_by_n_gib": 2 * seq_len**2 / GIB,
+                    "n_by_n_gib": 2 * seq_len**2 / GIB,  # 2 bytes of a score, of one head
                     "n_by_vocab_gib": 2 * seq_len * vocab / GIB,
                 }
             )

@@ -145,7 +145,7 @@ def together(model: Any, tokenizer: Any, text: str, length: int, kinds: list[Kin
 def timed_parts() -> Iterator[dict[str, float]]:
     """Seconds that the parts of `Reader` take; waiting for the GPU between them costs nothing that counts."""
     seconds = dict.fromkeys(PARTS.values(), 0.0)
-    before = {name: getattr(Reader, name) for name in PARTS}
+    before = {name: getattr(Reader, name) for name in PARTS}  # the methods, put back at the end
 
     def timed(name: str) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -197,7 +197,7 @@ def kernels(model: Any, length: int) -> Iterator[dict[str, Any]]:
     c = model.config
     dim = c.hidden_size // c.num_attention_heads
     options = {"device": model.device, "dtype": model.dtype}
-    q = torch.randn(1, c.num_attention_heads, length, dim, **options)
+    q = torch.randn(1, c.num_attention_heads, length, dim, **options)  # [batch, n_heads, n, head_dim]
     k, v = (torch.randn(1, c.num_key_value_heads, length, dim, **options) for _ in range(2))
     grouped = q.shape[1] != k.shape[1]
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, None):
@@ -217,8 +217,9 @@ def kernels(model: Any, length: int) -> Iterator[dict[str, Any]]:
     bias: Any = causal_lower_right(length - half, length)
     ms = milliseconds(lambda: F.scaled_dot_product_attention(q[:, :, half:], k, v, attn_mask=bias, enable_gqa=grouped))
     yield {"attention": "last half behind the first", "ms": ms}
-    rows = max(min(20, int(4 * GIB // (k.nbytes + v.nbytes))), 1)
+    rows = max(min(20, int(4 * GIB // (k.nbytes + v.nbytes))), 1)  # keys and values of at most 4 GiB
     q, k, v = q[:, :, 0].repeat(rows, 1, 1), k.repeat(rows, 1, 1, 1), v.repeat(rows, 1, 1, 1)
+    # each row sees keys 0 to length - 1
     end = torch.full((rows,), length, device=model.device)
     ways = {"kernel": decode_attention, "masked SDPA": decode_attention_ref}
     times = {
@@ -231,7 +232,7 @@ def kernels(model: Any, length: int) -> Iterator[dict[str, Any]]:
 
 def new_shapes(q: Any, k: Any, v: Any, backend: SDPBackend) -> tuple[float, float]:
     """Milliseconds of attention of a length that no call had before, and of the same length again; means of eight."""
-    parts = [[x[:, :, :n] for x in (q, k, v)] for n in range(4001, 4129, 16)]
+    parts = [[x[:, :, :n] for x in (q, k, v)] for n in range(4001, 4129, 16)]  # eight lengths
     times = []
     with sdpa_kernel(backend):
         for _ in range(2):

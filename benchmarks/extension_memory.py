@@ -113,6 +113,7 @@ def run(name: str, steps: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     size = ModelSize.of(model)
     rows = torch.randint(2, config.vocab_size, (2 * steps, length)).tolist()
+    # as rows of `extend`: answers have labels, or for "clm" all tokens
     labelled = (
         [[0] * (length - 64) + [1] * 64] * len(rows) if objective == "native-distill" else [[1] * length] * len(rows)
     )
@@ -143,7 +144,7 @@ def run(name: str, steps: int) -> dict[str, Any]:
         "planned_gib": planned.total / GIB,
         "planned": {part: round(value / GIB, 3) for part, value in asdict(planned).items()},
         "size": asdict(size),
-        "seconds_a_row": clock.seconds / 2,
+        "seconds_a_row": clock.seconds / 2,  # of two rows a step
         "operations_a_row": step_operations(size, choices.step(device), length),
     }
 

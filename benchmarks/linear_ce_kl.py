@@ -47,7 +47,8 @@ def inputs(n_rows: int, hidden: int, vocabulary: int, frozen: bool) -> Inputs:
     """Hidden states of both views, the view a little off, a head and labels."""
     torch.manual_seed(0)
     standard = torch.randn(n_rows, hidden, device=DEVICE)
-    view = standard + 0.2 * torch.randn_like(standard)
+    view = standard + 0.2 * torch.randn_like(standard)  # [n_rows, hidden], both
+    # logits with a deviation of 1
     weight = torch.randn(vocabulary, hidden, device=DEVICE) * hidden**-0.5
     labels = torch.randint(0, vocabulary, (n_rows,), device=DEVICE)
     standard, view, weight = (x.to(DTYPE).requires_grad_() for x in (standard, view, weight))
@@ -164,7 +165,7 @@ def measure(operator: str, run: Loss, arguments: Inputs) -> dict[str, float]:
         else:
             run(*arguments).backward()
 
-    step()
+    step()  # compiles and tunes
     if DEVICE == "cpu":
         return {"ms": milliseconds(step)}
     forget()

@@ -38,6 +38,7 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.memory.offloaded import PIECE, pinned_bytes
+from trl_ext.memory.plan import host_memory
 
 GIB = 1 << 30
 CASES = (
@@ -86,8 +87,8 @@ class Case:
         hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         weights = config.num_hidden_layers * (2 * hidden * (heads + keys) + 3 * hidden * config.intermediate_size)
-        matrices = 3 * 2 * weights * length
-        attention = 4.5 * 4 * heads * config.num_hidden_layers * length**2 / 2
+        matrices = 3 * 2 * weights * length  # forward, recompute, backward of inputs; 2 for a product and a sum
+        attention = 4.5 * 4 * heads * config.num_hidden_layers * length**2 / 2  # backward is 2.5 forwards
         if self.method != "self-distill":
             return matrices + attention
         return 1.5 * matrices + 1.75 * attention  # n / 2 copies, with the prefix and themselves as keys
@@ -211,20 +212,21 @@ def memory(model: Any, config: Any, plan: Any, length: int) -> dict[str, Any]:
     more = config.all_layers - config.num_hidden_layers
     if not more or plan is None:
         return line
-    layers = model.get_base_model().model.layers
+    layers = model.get_base_model().model.layers  # with their adapters
     weights = sum(p.numel() * p.element_size() for p in layers.parameters()) / len(layers)
-    checkpoint = plan.checkpoints / (config.num_hidden_layers + 1)
+    checkpoint = plan.memory.checkpoints / (config.num_hidden_layers + 1)  # bytes of a layer's input
     on_host = 0
-    if plan.on:  # of all layers, as many as the host has room for
-        on_host = min(config.all_layers, plan.host // pinned_bytes(int(checkpoint)))
-    kept = config.num_hidden_layers - plan.offloaded_layers * plan.on
+    if plan.on:  # of all layers, as many as the host has room for beside those that are pinned there by now
+        room = host_memory() + plan.offloaded
+        on_host = min(config.all_layers, room // pinned_bytes(int(checkpoint)))
+    kept = config.num_hidden_layers - plan.offloaded_layers * plan.on  # on the device, and so in `peak`
     added = more * weights + (config.all_layers - on_host - kept) * checkpoint
     return {**line, f"peak_gib_with_{config.all_layers}_layers": peak + added / GIB}
 
 
 def worker(cases: list[Case], args: argparse.Namespace) -> None:
     """Run cases until one leaves memory behind or the time is over; a line for each."""
-    rate = 350e12 if torch.cuda.is_available() else 1e9
+    rate = 350e12 if torch.cuda.is_available() else 1e9  # operations a second, until a case has shown them
     for case in cases:
         predicted = case.work(config_of(args), case.length) * args.steps / rate
         if time.time() + predicted > args.until and torch.cuda.is_available():

@@ -46,13 +46,13 @@ def timed(n: int, noisy: bool, options: dict[str, int], own_cosine: bool, repeat
     dtype = torch.bfloat16 if on_gpu else torch.float32
     shape = (1, HEADS, n, HEAD_DIM)
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=on_gpu) for _ in range(3))
-    words = torch.randint(-(2**31), 2**31, (1, HEADS), dtype=torch.int32, device=device)
+    words = torch.randint(-(2**31), 2**31, (1, HEADS), dtype=torch.int32, device=device)  # seeds, [batch, heads]
     noise = controls.HashedNoise(words, torch.full((), 1.6, device=device))
     causal = create_block_mask(lambda row, head, one, other: one >= other, 1, None, n, n, device=device)
     ours = controls._cosine
     if own_cosine:
         controls._cosine = lambda turn: torch.cos(2 * math.pi * turn)
-    torch.compiler.reset()
+    torch.compiler.reset()  # a case must not run the kernel of another
     compiled = torch.compile(flex_attention) if on_gpu else flex_attention
 
     def forward() -> Any:

@@ -68,7 +68,7 @@ Inputs = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 def inputs(shape: tuple[int, int, int], n: int, n_sides: int = 1) -> Inputs:
     """A student that is a little off its teacher, as after a rescaling."""
-    *heads, head_dim = shape
+    *heads, head_dim = shape  # heads of queries, heads of keys
     teacher = [torch.randn(1, h, n, head_dim, device=DEVICE, dtype=DTYPE) for h in heads[:n_sides]]
     return [(x + 0.3 * torch.randn_like(x)).requires_grad_() for x in teacher], teacher
 
@@ -89,6 +89,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 def both(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], in_graphs: bool = True) -> dict[str, float]:
     """Milliseconds of a forward, of forward and backward together, and of these in a CUDA graph."""
+    # the gradient of each row's KL, as losses weigh rows
     weight = torch.rand_like(forward())
 
     def step() -> None:
@@ -162,7 +163,7 @@ def flash4(shape: tuple[int, int, int], n: int) -> dict[str, float] | None:
 def memory(n: int, shape: tuple[int, int, int] = (32, 8, 128)) -> dict[str, Any]:
     """Peak of relation_kl's forward and backward above the inputs, over inputs and gradient."""
     (student,), (teacher,) = inputs(shape, n)
-    held = student.nbytes * 3
+    held = student.nbytes * 3  # student, teacher, and the gradient
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     relation_kl(student, teacher).sum().backward()

@@ -46,6 +46,7 @@ def step(model: Any, n: int, document: int | None) -> None:
     """Forward and backward of one row."""
     model.zero_grad()
     ids = torch.zeros(1, n, dtype=torch.int64, device=model.device)
+    # positions that begin again tell Transformers where documents do
     places = {} if document is None else {"position_ids": torch.arange(n, device=model.device)[None] % document}
     model(input_ids=ids, use_cache=False, **places).last_hidden_state.sum().backward()
 

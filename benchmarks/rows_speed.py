@@ -40,7 +40,7 @@ def random_model(shape: str) -> tuple[Any, Any]:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = TEMPLATE
     model = build(shape, None, 0)
-    more = torch.zeros(model.config.vocab_size, device=model.device, dtype=model.dtype)
+    more = torch.zeros(model.config.vocab_size, device=model.device, dtype=model.dtype)  # added to logits
     # logits of random weights are about 0, so this token is as likely as a hundredth of all others together
     more[tokenizer.convert_tokens_to_ids("<|im_end|>")] = math.log(model.config.vocab_size / MEAN_TOKENS)
     model.lm_head.register_forward_hook(lambda _, __, logits: logits + more)

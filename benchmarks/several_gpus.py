@@ -161,6 +161,7 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     if n_ranks > 1:
         peak = peak.to(state.device)
         distributed.all_reduce(peak, op=distributed.ReduceOp.MAX)
+    # of a step, over all GPUs
     tokens = length * case.rows * (1 if case.shared else n_ranks)
     require_read(trainer, tokens * len(watch.seconds), in_turn)
     return {

@@ -96,7 +96,7 @@ def measure(
         patched: list[float] = []
         for round_number in range(-2, rounds):
             times = {}
-            for is_patched in (False, True) if round_number % 2 else (True, False):
+            for is_patched in (False, True) if round_number % 2 else (True, False):  # each is second in turn
                 unpatch_model(model)
                 if is_patched:
                     patch_model(model, view, when="always", **options)

@@ -110,8 +110,9 @@ def fit_embeddings(model: Any, folder: Path) -> None:
     Raises:
         ValueError: the adapter has new rows for input or output embeddings only, and the others would be random.
     """
-    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}  # one module or two
     weights = {name: module.weight for name, module in model.named_modules() if module in ends}
+    # with the parts that PEFT adds: trainable_token_indices have a `token_adapter`, adapted modules a `base_layer`
     saved_as = re.compile(
         rf"(?:.*\.)?({'|'.join(map(re.escape, weights))})(?:\.token_adapter)?(?:\.base_layer)?\.weight"
     )

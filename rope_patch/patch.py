@@ -114,6 +114,7 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
             types = {parameters.rope_parameters.get("rope_type", "")}
             _refuse_dynamic(types, state.source.view)
             _refuse_fixed(decoder, types, state.source.view)
+        # all that can fail comes before: an error leaves the model as it was
         if state.rescaling is None:
             own_config(model, decoder)
         state.rescaling, state.current = chosen, parameters

@@ -161,7 +161,8 @@ class RopeSFTConfig(SFTConfig):
                 try:
                     options = json.loads(value)
                 except json.JSONDecodeError:
-                    options = value
+                    options = value  # no mapping, refused below
+                # Transformers parses strings that begin with "{"
                 setattr(self, name, value.strip())
             if value is not None and not isinstance(options, dict):
                 raise ValueError(f"{name} must be a dict, or a JSON object such as '{{\"name\": 4.0}}', got {value!r}.")
@@ -238,7 +239,7 @@ class RopeSFTConfig(SFTConfig):
                     "that all end with the cue. Set long_documents='split'."
                 )
             option, options = find_view(self.view).cue_option, self.view_options
-            if option is None or option in options or self.max_length is None:
+            if option is None or option in options or self.max_length is None:  # in `options`: the user gave cue_tokens
                 raise ValueError(
                     f"cue goes with {views_with_cues()}, whose {option or 'option'} it sets, and with a max_length; "
                     f"got cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
@@ -278,7 +279,7 @@ class RopeSFTConfig(SFTConfig):
         kind = find_view(self.view)
         stand_ins = dict(kind.from_text)
         if self.cue is not None and kind.cue_option is not None:
-            stand_ins[kind.cue_option] = 1
+            stand_ins[kind.cue_option] = 1  # tokens of a cue, until a tokenizer has counted them
         return resolve_view(self.view, {**stand_ins, **self.view_options})
 
     def _check_loss(self) -> None:

@@ -27,7 +27,7 @@ SMALL_RUN: dict[str, Any] = {
     "max_length": 64,
     "learning_rate": 1e-2,
     "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
+    "max_grad_norm": 0.0,  # clipping would hide a gradient of another scale
     "dataset_num_proc": None,
     "gradient_checkpointing": False,  # TRL's default runs each layer twice
 }
@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
     "mixed": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "padding-free": {"per_device_train_batch_size": 4, "padding_free": True, "max_length": None},
-    "packed": {"per_device_train_batch_size": 1, "packing": True, "max_length": 4 * max(_LENGTHS)},
+    "packed": {"per_device_train_batch_size": 1, "packing": True, "max_length": 4 * max(_LENGTHS)},  # all in one row
     "checkpointed": {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -79,9 +79,10 @@ def check_batching(folder: Path, settings: Mapping[str, Any]) -> None:
         if way == "packed" and run.args.make_view().perturbs:
             continue
         run.train()
-        (steps[way],) = _logged(run)
+        (steps[way],) = _logged(run)  # figures of the one step
     for way, step in steps.items():
         for name, value in steps["padded"].items():
+            # not `>`: nan must fail
             if not abs(step.get(name, float("nan")) - value) <= 1e-4 * abs(value) + 1e-6:
                 raise AssertionError(
                     f"{name} of a step is {value:.6g} in one batch and {step.get(name)} {way}: divide the sums of a "

@@ -23,7 +23,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     input_ids = tokenizer([TEXT], return_tensors="pt")["input_ids"]
     for step in range(arguments.steps):
-        model.train()
+        model.train()  # a view acts in training mode alone, by default
         loss = model(input_ids, labels=input_ids).loss
         loss.backward()
         optimizer.step()

@@ -40,7 +40,7 @@ def load(name: str | None):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        pad_token_id=0,
+        pad_token_id=0,  # <pad> and <eos> of `words`
         bos_token_id=None,
         eos_token_id=1,
     )

@@ -32,7 +32,7 @@ def main() -> None:
         args=GRPOConfig(
             output_dir=arguments.output_dir,
             max_steps=arguments.steps,
-            max_completion_length=16,
+            max_completion_length=16,  # tokens of a reply
             logging_steps=1,
             bf16=torch.cuda.is_available(),
             report_to="none",

@@ -19,6 +19,7 @@ from .sidecar import SIDECAR_NAME, require_rope_of_adapter
 logger = logging.get_logger(__name__)
 
 _CONFIG = "adapter_config.json"
+# (package, function) -> the argument that names the adapter's folder or repository
 _LOADS = {
     ("peft", "from_pretrained"): "model_id",
     ("peft", "load_adapter"): "model_id",

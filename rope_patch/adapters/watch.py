@@ -271,6 +271,7 @@ def _traversed() -> tuple[list[nn.Module], bool]:
             callers = [frame, *islice(calls, 2)]
             names = [caller.f_code.co_name for caller in callers]
             by_peft = str(callers[-1].f_globals.get("__name__")).startswith("peft.")
+            # torch: `parameters` calls `named_parameters`, that `_named_members`, and that `named_modules`
             by_name = names[:2] == ["_named_members", "named_parameters"] and names[2:] != ["parameters"]
             return around, by_name and not by_peft
         around.append(frame.f_locals["self"])

@@ -27,6 +27,7 @@ def causal_band(n_queries: int, n_keys: int, window: int, device: torch.device) 
         window: most tokens that a query sees, itself included.
         device: of the mask.
     """
+    # query i is token n_keys - n_queries + i
     distance = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
     return (distance >= 0) & (distance < window)
 

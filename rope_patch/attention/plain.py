@@ -39,6 +39,7 @@ class NotPlainAttention(Exception):
 
 def require_plain(call: AttentionCall) -> None:
     """Raise NotPlainAttention unless a layer needs only causal attention over all tokens or a window."""
+    # an argument of the call comes before the module's attribute, as in Transformers' sdpa_attention_forward
     causal = call.options.get("is_causal")
     causal = getattr(call.module, "is_causal", True) if causal is None else causal
     if not causal or any(call.options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
@@ -60,7 +61,7 @@ def last_hidden_states(
             the layer's window is among its options.
     """
     config = causal_lm.config.get_text_config(decoder=True)
-    types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    types = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral has no layer_types
     has_windows = "sliding_attention" in types and types <= {"full_attention", "sliding_attention"}
     window = getattr(config, "sliding_window", None) if has_windows else None
     if window and attention_kernel(causal_lm) == "sdpa" and ids.shape[1] > window and _is_plain(causal_lm, window):
@@ -108,16 +109,18 @@ def _is_plain(causal_lm: Any, window: int) -> bool:
     checked, run = _checked.setdefault(causal_lm, {}), (attention_name(causal_lm), multiplied_dtype(weight.device))
     if run in checked:
         return checked[run]
+    # [1, window + SAMPLES], spread over the vocabulary: 7919 is a prime
     ids = (7919 * torch.arange(1, window + SAMPLES + 1, device=weight.device) % weight.shape[0])[None]
-    plain = _plain_forward(causal_lm, ids)[0, -SAMPLES:]
+    plain = _plain_forward(causal_lm, ids)[0, -SAMPLES:]  # [SAMPLES, hidden], of the tokens beyond the window
     base = find_base_model(causal_lm)
     try:
+        # another correct way, which rounds otherwise: the window first, then the rest with a cache
         begun = base(input_ids=ids[:, :window], use_cache=True)
         known = base(input_ids=ids[:, window:], **cache_argument(base, returned_cache(begun)))
         unmasked = _without_masks(causal_lm, ids)[0, -SAMPLES:]
         checked[run] = differs_by_rounding(unmasked, plain, known.last_hidden_state[0])
     except torch.OutOfMemoryError:
-        raise
+        raise  # says nothing about the family
     except Exception:  # the family does not support it
         checked[run] = False
     return checked[run]

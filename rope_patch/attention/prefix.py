@@ -15,8 +15,8 @@ _ATEN = torch.ops.aten
 
 # kernel by which PyTorch computes plain causal attention -> type of device on which we call it for each part
 _KERNELS = {"cuda": SDPBackend.CUDNN_ATTENTION.value, "cpu": SDPBackend.FLASH_ATTENTION.value}
-_ROUND = 1024
-_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_ROUND = 1024  # tokens
+_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # need no plans
 
 
 def kernels_for(query: torch.Tensor, key: torch.Tensor) -> AbstractContextManager[None]:
@@ -98,6 +98,7 @@ class _Merged(torch.autograd.Function):
         value: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
+        # not causal: every query sees the whole prefix
         far, log_far, rest_far = _forward(query, prefix_key, prefix_value, False, scale)
         near, log_near, rest_near = _forward(query, key, value, True, scale)
         log_sum = torch.logaddexp(log_far, log_near)  # [batch, n_heads, n]
@@ -113,6 +114,7 @@ class _Merged(torch.autograd.Function):
         rest_far, rest_near = ctx.rest
         grad_far = _backward(grad, query, prefix_key, prefix_value, output, log_sum, rest_far, False, ctx.scale)
         grad_near = _backward(grad, query, key, value, output, log_sum, rest_near, True, ctx.scale)
+        # the query is in both parts; the scale has no gradient
         return grad_far[0] + grad_near[0], *grad_far[1:], *grad_near[1:], None
 
 
@@ -120,10 +122,11 @@ def _forward(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, A
     """Output, log of each row's sum of exponentials, and what else the backward needs."""
     if not q.is_cuda:
         return *_ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale), ()
+    # after v: bias, whether to return log_sum, dropout, causal, whether to return a debug mask
     output, log_sum, ends_q, ends_k, n_q, n_k, seed, offset, _ = _ATEN._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
-    return output, log_sum, (seed, offset, None, ends_q, ends_k, n_q, n_k)
+    return output, log_sum, (seed, offset, None, ends_q, ends_k, n_q, n_k)  # None: the bias
 
 
 def _backward(
@@ -133,7 +136,7 @@ def _backward(
     call = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
     if q.is_cuda:
         call = _ATEN._scaled_dot_product_cudnn_attention_backward
-    return call(grad, q, k, v, output, log_sum, *rest, 0.0, causal, scale=scale)
+    return call(grad, q, k, v, output, log_sum, *rest, 0.0, causal, scale=scale)  # 0.0: dropout
 
 
 def _rows(log_share: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

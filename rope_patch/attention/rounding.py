@@ -32,6 +32,7 @@ def differs_by_rounding(found: torch.Tensor, plain: torch.Tensor, known: torch.T
     least = max(_LEAST, _STEPS * torch.finfo(plain.dtype).eps)
     found, plain, known = (x.float() for x in (found, plain, known))
     spread = (plain - plain.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)  # [n]
+    # logs of the geometric means over n; the clamp keeps an exact output from making a mean 0
     far, near = (((x - plain).norm(dim=-1) / spread).clamp(min=least).log().mean() for x in (found, known))
     return bool(far <= near + math.log(_TIMES) and far <= math.log(_MOST))
 
@@ -44,8 +45,8 @@ def inputs_rounded_otherwise(causal_lm: Any) -> Iterator[None]:
     """
 
     def move(module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
-        place = torch.arange(embedded.numel(), device=embedded.device).view(embedded.shape)
-        sign = 1 - 2 * (place * _ODD % 2**32 >= 2**31).to(embedded.dtype)
+        place = torch.arange(embedded.numel(), device=embedded.device).view(embedded.shape)  # [batch, n, hidden]
+        sign = 1 - 2 * (place * _ODD % 2**32 >= 2**31).to(embedded.dtype)  # 1 or -1, by the top bit
         return embedded + embedded * sign * (torch.finfo(embedded.dtype).eps / 2)
 
     handle = causal_lm.get_input_embeddings().register_forward_hook(move)

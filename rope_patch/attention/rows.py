@@ -64,16 +64,16 @@ class _Spans:
     def attend(self, call: AttentionCall, window: int | None) -> torch.Tensor:
         """Output [batch, n, n_heads, value_dim] of a layer, 0 on padding."""
         how = (window, call.scale, call.options.get("dropout", 0.0))
-        documents = {row * self.n + first: size for row, first, size in self.spans}
-        sizes = with_gaps(documents, self.batch * self.n)
+        documents = {row * self.n + first: size for row, first, size in self.spans}  # by place in the flattened batch
+        sizes = with_gaps(documents, self.batch * self.n)  # with padding
         if self.batch == 1 and list(sizes.values()) == [self.n]:
             return self.windowed.causal(call.query, call.key, call.value, *how).transpose(1, 2)
-        # one split each, because the backward of each separate slice makes a tensor of the size of the whole
+        # [size, heads, d] each. One split, because the backward of each separate slice makes a tensor of the whole size
         pieces = [by_token(x).split(list(sizes.values())) for x in (call.query, call.key, call.value)]
         shape = (call.query.shape[1], call.value.shape[-1])
         out = []
         for place, q, k, v in zip(sizes, *pieces, strict=True):
-            if place not in documents:
+            if place not in documents:  # padding
                 out.append(call.value.new_zeros(q.shape[0], *shape))
                 continue
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, size, head_dim]
@@ -123,14 +123,14 @@ class MaskFreeRows:
     def _send_spans(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if ids is None and args:
-            ids, args, kwargs = args[0], args[1:], {**kwargs, "input_ids": args[0]}
+            ids, args, kwargs = args[0], args[1:], {**kwargs, "input_ids": args[0]}  # as GPT-NeoX passes them
         has_row_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
         has_row_positions = positions is None or positions.ndim == 2
         if args or cache_of(kwargs) is not None or not (has_row_mask and has_row_positions):
             return None
         if ids is None:
             embeds: Any = kwargs["inputs_embeds"]
-            ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+            ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)  # only its shape counts
         batch, n = ids.shape
         if n < self.least:
             return None

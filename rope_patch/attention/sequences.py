@@ -62,13 +62,13 @@ class Sequences:
             _gathered(query, self.queries),
             _gathered(key, self.keys),
             _gathered(value, self.keys),
-            None,
-            position_ids=None,
+            None,  # no mask: the ends below say which keys a query has
+            position_ids=None,  # those of the call are of its whole rows
             cu_seq_lens_q=self.query_ends,
             cu_seq_lens_k=self.key_ends,
             max_length_q=self.longest_query,
             max_length_k=self.longest_key,
-        )[0]
+        )[0]  # of the one row, [queries, heads, value_dim]
         return put_back(output, self.queries, batch, n)
 
 
@@ -76,7 +76,7 @@ def with_gaps(sizes: Mapping[int, int], total: int) -> dict[int, int]:
     """`sizes` of pieces by their place among `total` tokens, in order, with the gaps between them as more pieces."""
     whole: dict[int, int] = {}
     end = 0
-    for place, size in [*sorted(sizes.items()), (total, 0)]:
+    for place, size in [*sorted(sizes.items()), (total, 0)]:  # the last one closes the last gap
         if place > end:
             whole[end] = place - end
         if size:

@@ -128,7 +128,7 @@ class ShiftedAttention:
             mask = groups.block_mask(call, window)
             return call.with_inputs(call.query, call.key, call.value, mask)
         n_kv_heads = call.key.shape[1]
-        n_plain = n_kv_heads - n_kv_heads // 2
+        n_plain = n_kv_heads - n_kv_heads // 2  # key-value heads that are not shifted
         queries_per_key = call.query.shape[1] // n_kv_heads
         halves = []
         for shifted, heads in ((False, slice(0, n_plain)), (True, slice(n_plain, None))):
@@ -138,7 +138,7 @@ class ShiftedAttention:
                 halves.append(groups.sequences[shifted].attend(call, *half))
             else:
                 halves.append(groups.attend(call, shifted, *half, window))
-        return torch.cat(halves, 2)
+        return torch.cat(halves, 2)  # [batch, n, n_heads, value_dim]
 
 
 def _sees_ahead(mask: Any) -> bool:
@@ -148,13 +148,14 @@ def _sees_ahead(mask: Any) -> bool:
     if mask is None or len(mask.shape) == 2:  # FlashAttention's masks hold only padding
         return False
     if isinstance(mask, torch.Tensor):
-        seen = mask if mask.dtype == torch.bool else mask == 0
+        seen = mask if mask.dtype == torch.bool else mask == 0  # an additive mask is 0 where a query sees a key
         return bool(seen.triu(1).any())
     n_rows, _, n_queries, n_keys = mask.shape  # a BlockMask of FlexAttention
     device = mask.kv_num_blocks.device
     row = torch.arange(n_rows, device=device)[:, None, None]
     key = torch.arange(n_keys, device=device)
     for queries in torch.arange(n_queries, device=device)[:, None].split(512):  # not n x n numbers at once
+        # [rows, queries, keys], of head 0
         seen = mask.mask_mod(row, torch.zeros_like(row), queries, key) & (key > queries)
         if seen.any():
             return True
@@ -185,7 +186,7 @@ class _Groups:
     ) -> torch.Tensor:
         """Output [batch, n, heads, value_dim] of a half of the heads, by one call for all groups of one length."""
         batch, _, n, _ = query.shape
-        tensors = [by_token(x) for x in (query, key, value)]
+        tensors = [by_token(x) for x in (query, key, value)]  # [batch n, heads, head_dim]
         outputs, places = [], []
         for place in self._places[shifted]:  # [groups, tokens]
             q, k, v = (x[place].transpose(1, 2) for x in tensors)  # [groups, heads, tokens, head_dim]
@@ -196,24 +197,25 @@ class _Groups:
                     band = causal_band(place.shape[1], place.shape[1], window or place.shape[1], q.device)[None, None]
                     self._masks[mask_key] = additive_mask(band, q.new_zeros(())) if self.eager else band
                 mask = self._masks[mask_key]
-            outputs.append(call.with_inputs(q, k, v, mask).flatten(0, 1))
+            outputs.append(call.with_inputs(q, k, v, mask).flatten(0, 1))  # [groups tokens, heads, value_dim]
             places.append(place.flatten())
         return put_back(torch.cat(outputs), torch.cat(places), batch, n)
 
     def block_mask(self, call: AttentionCall, window: int | None) -> Any:
         """The mask of all heads for flex attention, made once for each forward and window."""
         n_heads, n_kv_heads = call.query.shape[1], call.key.shape[1]
-        n_plain = (n_kv_heads - n_kv_heads // 2) * (n_heads // n_kv_heads)
+        n_plain = (n_kv_heads - n_kv_heads // 2) * (n_heads // n_kv_heads)  # query heads that are not shifted
         labelled, n = self.labelled, self.labelled.t.shape[1]
         # group number of each token, without and with the shift; each token of padding is a group
         token = torch.arange(labelled.t.numel(), device=labelled.t.device).view_as(labelled.t)
+        # a document has fewer than 2 n groups, so those of two documents never share a number
         moved = (labelled.t, labelled.t + self.size - self.size // 2)
         plain, shifted = (
             torch.where(labelled.valid, labelled.ordinal * 2 * n + x // self.size, -1 - token) for x in moved
         )
 
         def visible(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            distance = labelled.t[row, q] - labelled.t[row, k]
+            distance = labelled.t[row, q] - labelled.t[row, k]  # in tokens
             together = plain[row, q] == plain[row, k], shifted[row, q] == shifted[row, k]
             seen = torch.where(head < n_plain, *together) & (distance >= 0)
             if window is not None:
@@ -230,7 +232,7 @@ class _Groups:
         """By shifted: first place in the flattened batch and number of tokens of each group."""
         n, by_shift = self.labelled.t.shape[1], {}
         for shifted in (False, True):
-            first = self.size // 2 if shifted else self.size
+            first = self.size // 2 if shifted else self.size  # tokens of the first group
             pairs = []
             for row, begin, length in self.labelled.spans:
                 borders = [0, *range(first, length, self.size), length]

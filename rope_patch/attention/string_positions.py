@@ -139,15 +139,15 @@ class _StringPositions:
         device = next(self.decoder.parameters()).device
         position = torch.tensor([[self.offset - self.local]], device=device)
         cos, sin = self.rotary(torch.zeros(1, 1, 1, device=device), position)
-        length = (cos.square() + sin.square()).sqrt()
+        length = (cos.square() + sin.square()).sqrt()  # the attention factor
         return cos / length, sin / length
 
     def turned(self, key: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Keys rotated by S - W more positions."""
         assert self.rotate is not None
-        x = key if key.dtype == torch.float64 else key.float()
+        x = key if key.dtype == torch.float64 else key.float()  # to round once, not in each product
         cos, sin = (part.to(key.device) for part in turn)
-        turned: torch.Tensor = self.rotate(x, x, cos, sin)[1]
+        turned: torch.Tensor = self.rotate(x, x, cos, sin)[1]  # it rotates a query and a key
         return turned.to(key.dtype)
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class _StringPositions:
         """Raise ValueError unless moving all positions by S - W changes all keys as `turned` does."""
         ids = torch.arange(4, device=next(self.decoder.parameters()).device)[None]
         modules = {id(module) for module in self.decoder.modules()}
-        seen: list[list[torch.Tensor]] = []
+        seen: list[list[torch.Tensor]] = []  # by shift, then by layer: [1, n_kv_heads, 4, head_dim]
         turn = self._turn()
         for shift in (0, self.offset - self.local):
             keys: list[torch.Tensor] = []
@@ -191,7 +191,7 @@ class _StringPositions:
         rows, n = tokens.shape[:2]
         document = None
         if mask is not None and not mask.all():
-            document = mask.long() - 1
+            document = mask.long() - 1  # 0 on tokens, -1 on padding
         elif not cached and call.get("position_ids") is not None:  # rows may hold several documents
             document = locate_documents(rows, n, tokens.device, call["position_ids"], None).ordinal
         # `_turn` in each forward: the model may have been rescaled within the block
@@ -213,15 +213,16 @@ class _StringPositions:
             )
         if n_keys <= self.offset:
             return None
-        far = self.turned(call.key[:, :, : n_keys - self.offset], plan.turn)
-        rows = max(1, _MASK_ENTRIES // (n_keys * (1 if plan.document is None else len(call.query))))
+        far = self.turned(call.key[:, :, : n_keys - self.offset], plan.turn)  # [batch, n_kv_heads, n_keys - S, d]
+        at_once = max(1, _MASK_ENTRIES // (n_keys * (1 if plan.document is None else len(call.query))))
         parts = []
-        for begin in range(0, n_queries, rows):
-            end = min(begin + rows, n_queries)
+        for begin in range(0, n_queries, at_once):
+            end = min(begin + at_once, n_queries)
             parts.append(self._some_queries(call, plan, far, begin, end))
         return torch.cat(parts, 1)
 
     def _some_queries(self, call: AttentionCall, plan: _Plan, far: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        # indices of the first and the last query among all tokens, those in the cache included
         first, last, device = plan.cached + begin, plan.cached + end - 1, call.query.device
         # the last query sees keys below n_far rotated further; the first query sees keys from `near` on as they are
         n_far, near = max(0, last - self.offset + 1), max(0, first - self.offset + 1)
@@ -235,7 +236,7 @@ class _StringPositions:
             seen = seen & (plan.document[:, query, None] == plan.document[:, None, index])
             seen = seen & (plan.document[:, None, index] >= 0)
             seen = seen | ((distance == 0) & ~is_far)  # a softmax over nothing is NaN
-        mask = seen[:, None]
+        mask = seen[:, None]  # [1 or batch, 1, queries, keys]
         if self.kind == "eager":
             mask = additive_mask(mask, call.query.new_zeros(()))
         key = torch.cat([far[:, :, :n_far], call.key[:, :, near : last + 1]], 2)

@@ -80,11 +80,12 @@ class TwoViewAttention:
         batch, n_heads, n_places, _ = call.query.shape
         outputs: dict[int, torch.Tensor] = {}
         for segment in self.layout.segments:
+            # places of their first tokens among batch * (n + m)
             document, copies = segment.row * n_places + segment.begin, segment.row * n_places + segment.copy
             outputs[document] = self._windowed.causal(
                 query[document], key[document], value[document], window, call.scale
             )
-            if segment.split == segment.end:
+            if segment.split == segment.end:  # the view moves nothing, so there are no copies
                 continue
             q, k, v = query[copies], key[copies], value[copies]
             before_k, before_v = (x[document][:, :, : segment.split - segment.begin] for x in (key, value))

@@ -52,7 +52,7 @@ class WindowedAttention:
             k, v = repeated(k, n_heads), repeated(v, n_heads)  # [batch, n_heads, at most block + window - 1, d]
             shape = (window, q.shape[2], k.shape[2])
             if shape not in self._visible:
-                self._visible[shape] = causal_band(q.shape[2], k.shape[2], window, q.device)
+                self._visible[shape] = causal_band(q.shape[2], k.shape[2], window, q.device)  # [queries, keys]
             visible = self._visible[shape].to(q.device)  # layers may be on several devices
             with kernels_for(q, k):
                 out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale))
@@ -88,9 +88,9 @@ def _overlapping(x: torch.Tensor, before: int, block: int, overlap: int) -> list
         overlap: tokens of the previous block that a block begins with.
     """
     n = x.shape[2] - before
-    ends = [before + min(first + block, n) for first in range(0, n, block)]
+    ends = [before + min(first + block, n) for first in range(0, n, block)]  # where blocks end in x
     inner = [end - overlap for end in ends[:-1]]  # where the part begins that the next block shares
-    borders = sorted({0, before, x.shape[2], *ends, *inner})
+    borders = sorted({0, before, x.shape[2], *ends, *inner})  # every place where some block begins or ends
     pieces = dict(zip(borders, x.split([b - a for a, b in pairwise(borders)], 2), strict=False))
     blocks = []
     for begin, end in zip([0, *inner], ends, strict=True):

@@ -40,6 +40,7 @@ def family_of(config: Any) -> Family:
     return FAMILIES.get(config.model_type, Family())
 
 
+# values of `has_rope`: what the attention layers of these families ask before they rotate
 def _is_sliding(config: Any, i: int) -> bool:
     return config.layer_types[i] == "sliding_attention"
 

@@ -179,7 +179,7 @@ def _packed_documents(checked: CheckedModel) -> str:
     plain = checked.logits(checked.ids[:1], position_ids=positions)
     if (plain - alone).norm() > checked.tolerance * alone.norm():
         raise ValueError("without a patch, this model attends across the borders of packed documents: pad instead")
-    view = Skip(split=3, skip=4 * checked.n_tokens)
+    view = Skip(split=3, skip=4 * checked.n_tokens)  # moves tokens of both documents
     with rope_view(checked.model, view):
         expected = torch.cat([checked.logits(h) for h in halves], 1)
         return "error " + checked.require_equal(
@@ -338,6 +338,7 @@ def _relation_distillation(checked: CheckedModel) -> str:
         unpatch_model(model)
     if not gradients.isfinite().all() or not gradients.norm() > 0:
         raise WrongError(f"the gradient's norm is {gradients.norm():.1e}")
+    # q, k and v of each layer
     expected: Any = sum(_relation_kl(learned[i][x], taught[i][x]) for i in taught for x in range(3)) / len(taught)
     rounding = _rounding_of_kl(3 * part.ids.numel(), part.n_tokens)
     error = part.require_equal(loss.detach(), expected, "loss", rounding)
@@ -428,7 +429,7 @@ def _rounding_of_kl(n_rows: int, n_columns: int) -> float:
 def _relation_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """KL of causal softmax(X X^T / sqrt(d)), X [batch, heads, n, d]: summed over rows and tokens, mean over heads."""
     n = student.shape[2]
-    hidden = torch.ones(n, n, dtype=torch.bool, device=student.device).triu(1)
+    hidden = torch.ones(n, n, dtype=torch.bool, device=student.device).triu(1)  # later tokens
     scores = [
         (x.double() @ x.double().mT * x.shape[-1] ** -0.5).masked_fill(hidden, -1e300) for x in (teacher, student)
     ]

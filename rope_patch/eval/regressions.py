@@ -261,9 +261,11 @@ def _counted(n: int) -> str:
 
 def _cell(label: str, measure: str, runs: Sequence[Pairs]) -> Cell:
     pairs = runs[0]
+    # [n] each: the baseline, and the mean over the models of a method, pair by pair
     first, second = pairs.first, [fmean(scores) for scores in zip(*(run.second for run in runs), strict=True)]
     differences = [b - a for a, b in zip(first, second, strict=True)]
     scores = {*first, *second}
+    # losses alone bring an interval of their own
     are_shares = pairs.interval is None and all(0 <= score <= 1 for score in scores)
     if pairs.interval is None:
         low, high = paired_interval(differences, bounds=(-1.0, 1.0) if are_shares else None)

@@ -33,9 +33,9 @@ def write_report(
 
     `report.html` contains its pictures and needs no other file. It opens with what each model won and lost against the
     baseline, in words. A table of figures, one question with the answers and the pictures follow, and methods and
-    statistics come last. Beside it are `results.json`,
-    `tables/regressions.csv`, and for each measure `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`. Figures
-    and tables of an earlier report are removed; other files stay. NaN and infinity are null in `results.json`.
+    statistics come last. Beside it are `results.json`, `tables/regressions.csv`, and for each measure
+    `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`. Figures and tables of an earlier report are removed;
+    other files stay. NaN and infinity are null in `results.json`.
 
     Args:
         results: measure -> label -> result; the baseline is "native", or else the first label.

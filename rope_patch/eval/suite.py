@@ -265,10 +265,10 @@ def run_suite(
             is_kept=lambda name, keys=keys: stored.has(keys[name]),  # type: ignore[misc]
             without_model=without_model,
         )
-        del model
+        del model  # the job alone holds it
         for measure in plan.chosen:
             job.name = name = measure.name
-            keep = stored.get if measure.whole else afresh
+            keep = stored.get if measure.whole else afresh  # its parts are stored by `memory`
             value = keep(keys[name], lambda measure=measure, job=job: measure.run(job).to_dict())  # type: ignore[misc]
             result = measure.result.from_dict(value).over_window(window)
             if name not in printed:

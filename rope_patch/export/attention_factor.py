@@ -56,7 +56,7 @@ def fold_attention_factor(causal_lm: nn.Module, decoder: Any, served: Any) -> di
     ratios = _ratios(decoder, served)
     if all(ratio == 1.0 for ratio in ratios.values()):
         return {}
-    rotated = {
+    rotated = {  # features that RoPE rotates
         2 * inv_freq.numel()
         for module in rotary_by_name(decoder).values()
         for inv_freq, _ in fresh_state(module, config).buffers.values()
@@ -74,6 +74,7 @@ def fold_attention_factor(causal_lm: nn.Module, decoder: Any, served: Any) -> di
             )
         layer_type = config.layer_types[layer] if is_nested(config.rope_parameters) else ""
         if ratios[layer_type] != 1.0:
+            # squared, because queries alone are scaled, for the factor of the keys too
             edits |= _edits_of_layer(plain_name(name), module, config, ratios[layer_type] ** 2)
     assert edits, "no attention layer has a query projection"
     return edits
@@ -105,6 +106,7 @@ def _edits_of_layer(name: str, module: Any, config: Any, scale: float) -> dict[s
         return ((weight.float() + offset) * scale - offset).to(weight.dtype)
 
     def scaled_queries(weight: torch.Tensor) -> torch.Tensor:
+        # [n_heads head_dim + 2 n_kv_heads head_dim, hidden]: the queries' rows come first
         rows = config.num_attention_heads * module.head_dim
         return torch.cat([scaled(weight[:rows]), weight[rows:]])
 

@@ -155,7 +155,7 @@ def export(
             )
         declared = getattr(text, "max_position_embeddings", None)
         window = _checked_window(window, text)
-        served = _with_window(copy.deepcopy(decoder.config), window)
+        served = _with_window(copy.deepcopy(decoder.config), window)  # what programs will read
         edits = fold_attention_factor(causal_lm, decoder, served) if wrong_outcomes(target, served) else {}
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text, window) if check else None
@@ -294,6 +294,7 @@ def _config_to_save(causal_lm: PreTrainedModel, decoder: PreTrainedModel, *, fol
     text.rope_parameters = as_transformers_reads(text, scales_softmax=softmax_reads_mscale(decoder, text))
     if folded:
         text.rope_parameters = with_factors(without_attention_factor(text.rope_parameters), window)
+    # for a family without an older form, `older_form` keeps the keys that are there: none of an earlier scaling
     write_older_keys(text, unscaled_keys(text))
     write_older_keys(text, older_form(text))
     if hasattr(config, "quantization_config"):
@@ -339,7 +340,7 @@ def _write(causal_lm: Any, config: Any, edits: dict[str, Edit], folder: Path, sh
             # for example, one tensor in memory for all experts becomes a tensor for each
             for name, tensor in revert_weight_conversion(causal_lm, group).items():
                 writer.add(name, tensor)
-            bar.update(len(group) > 1)
+            bar.update(len(group) > 1)  # embeddings, last norm and head are groups of one
     writer.finish()
 
 

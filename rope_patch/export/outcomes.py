@@ -68,6 +68,7 @@ OUTCOMES = (
         by_length=True,
     ),
     Wrong("vllm", "longrope", "ignores attention_factor", "", options=("attention_factor",), folds=True),
+    # https://github.com/vllm-project/vllm/pull/55910
     Wrong("vllm", "dynamic", "ends its table at the trained window", f"{_RESCALE}, {_TRANSFORMERS}."),
     *(
         Wrong(

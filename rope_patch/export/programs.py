@@ -27,6 +27,7 @@ def _command(start: str, window_option: str = "") -> Callable[[Path, int | None]
 PROGRAMS: dict[str, Callable[[Path, int | None], str]] = {
     "transformers": _transformers,
     # without the option vLLM multiplies the window of some rope types by their factor once more
+    # (for YaRN until https://github.com/vllm-project/vllm/pull/56446)
     "vllm": _command("vllm serve", "--max-model-len"),
     "sglang": _command("python -m sglang.launch_server --model-path", "--context-length"),
     "llama.cpp": lambda folder, window: _command("llama-server -m", "-c")(folder / GGUF_NAME, window),

@@ -12,7 +12,7 @@ from torch import nn
 from ..adapters.watch import adapter_configs
 
 _WRAPPERS = ("base_layer", "_orig_mod", "_checkpoint_wrapped_module")
-_BNB = ("Params4bit", "Int8Params")
+_BNB = ("Params4bit", "Int8Params")  # bitsandbytes' quantised weights
 # PEFT's layers whose `get_delta_weight` is added to a quantised weight; HiRA multiplies by its matrix
 _ADDING = ("LoraLayer", "VeraLayer", "PveraLayer", "RandLoraLayer")
 
@@ -132,7 +132,7 @@ def _merged(module: Any, base: Any, active: list[str], name: str) -> Iterator[tu
     finally:
         for key, parameter in base.named_parameters():
             parameter.data = before[key]
-        module.merged_adapters.clear()
+        module.merged_adapters.clear()  # in which `merge` has noted them
     for key, tensor in merged.items():
         yield _join(name, key), tensor.to(before[key].dtype)
 

@@ -19,7 +19,7 @@ from ..checkpoints.full_disk import disk_full_errors
 
 logger = logging.get_logger(__name__)
 
-_LAYER = re.compile(r"^(.*?\.\d+)\.")
+_LAYER = re.compile(r"^(.*?\.\d+)\.")  # "model.layers.0" of "model.layers.0.mlp.up_proj.weight"
 
 
 @contextmanager
@@ -97,7 +97,7 @@ class ShardWriter:
         self.shard: dict[str, torch.Tensor] = {}
         self.shard_bytes = 0
         self.total_bytes = 0
-        self.files: list[list[str]] = []
+        self.files: list[list[str]] = []  # names of the tensors in each file
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Put `tensor` into this shard or, if that is full, into the next one."""

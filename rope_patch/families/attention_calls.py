@@ -120,7 +120,7 @@ class _Watched:
         if watches:
             output = watches[-1](AttentionCall(module, query, key, value, attention_mask, kwargs, function))
             if output is not None:
-                return output, None
+                return output, None  # no attention weights
         return function(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -147,6 +147,7 @@ def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
         yield
     finally:
         with _TABLE:
+            # the innermost, if one watch has several blocks
             last = max(i for i, other in enumerate(watched.watches) if other is watch)
             watched.watches = watched.watches[:last] + watched.watches[last + 1 :]
             # leave an entry that other code has written since

@@ -25,8 +25,9 @@ from ..views.base import TRUE_POSITIONS
 from .attention_calls import attention_kernel, attention_name
 from .local_layers import LocalLayers, other_layer_types, why_no_layers
 
+# in names of classes that carry a state from token to token: it would run from a suffix on into its copies
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
-_MODELLING_FILES = ("transformers.models.", "transformers_modules.")
+_MODELLING_FILES = ("transformers.models.", "transformers_modules.")  # the second are files of the Hub
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -213,7 +214,7 @@ def is_noisy(module: Any) -> bool:
 def _aligns_masks_at_the_top() -> bool:
     from transformers.integrations import flash_attention
 
-    return flash_attention._use_top_left_mask
+    return flash_attention._use_top_left_mask  # before FlashAttention 2.1
 
 
 def has_sinks(decoder: nn.Module) -> bool:
@@ -235,7 +236,7 @@ def why_unreachable(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
     """Why a keyword argument of a causal LM does not reach its decoder; None if it does."""
     modules = dict(causal_lm.named_modules())
     name = next(name for name, module in modules.items() if module is decoder)
-    for part in _above(name)[:-1]:
+    for part in _above(name)[:-1]:  # without the decoder itself
         kind = type(modules[part])
         if not _passes_on(kind, decoder):
             return (

@@ -86,7 +86,7 @@ class LocalLayers:
         types = getattr(decoder.config, "layer_types", None) or ()
         if not any(map(is_local, types)):
             return cls()
-        present = types[: len(getattr(decoder, "layers", ()))]
+        present = types[: len(getattr(decoder, "layers", ()))]  # the config may name more layers than there are
         layers = {i: layer_type for i, layer_type in enumerate(present) if has_rope(decoder.config, i)}
         local = {i: layer_type for i, layer_type in layers.items() if is_local(layer_type)}
         return cls() if len(local) == len(layers) else cls(frozenset(local.values()), frozenset(local))

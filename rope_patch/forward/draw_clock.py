@@ -33,10 +33,10 @@ class DrawClock:
         self.step = torch.zeros((), dtype=torch.int64, device="cpu")
         self.first_sample = torch.zeros((), dtype=torch.int64, device="cpu")
         self.progress = torch.ones((), dtype=torch.float64, device="cpu")
-        self.is_set = False
-        self.by_content = False
-        self.pairs = False
-        self.driver: int | None = None
+        self.is_set = False  # by the user's code, a trainer or an optimizer
+        self.by_content = False  # whether the tokens of a document key its draw, or its ordinal
+        self.pairs = False  # whether a batch is chosen rows and then rejected ones
+        self.driver: int | None = None  # which callback or optimizer sets the clock; None for the user's code
 
     def __getstate__(self) -> dict[str, Any]:
         # the callback or optimizer that drives this clock does not drive that of a copy

@@ -26,6 +26,7 @@ class ForwardLock:
         if self._owner is threading.current_thread():
             return  # an interrupt left a forward without `release`
         while not self._lock.acquire(timeout=0.5):
+            # torch's frame of each module that the owner is in
             calls = [] if self._owner is None else [f for f in frames(self._owner) if f.f_code.co_name == "_call_impl"]
             if self._owner is not None and all(call.f_locals.get("self") is not decoder for call in calls):
                 break  # an interrupt took the owner out of its forward without `release`

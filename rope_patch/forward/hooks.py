@@ -166,7 +166,7 @@ class RotaryEntry:
     def __init__(self, state: RopeState, name: str) -> None:
         self.state = state
         self.name = name
-        self.frozen_type: Any = None
+        self.frozen_type: Any = None  # the module's rope_type, while `_freeze` replaces it
         self.by_layer: dict[int, Any] = {}  # read by the exit of the same call
         self.frequencies: dict[str, torch.Tensor] = {}  # the module's own, while a view replaces them
 
@@ -177,6 +177,7 @@ class RotaryEntry:
         current = self.state.current.rotary[self.name]
         # `model.to(bfloat16)` casts buffers too: with 8 bits of frequency, far positions are wrong by whole radians.
         # A later `.float()` does not restore the values, and the dtype no longer shows the cast.
+        # https://github.com/huggingface/transformers/issues/25681
         if current.was_rounded_in(module) or current.was_replaced_in(module):
             current.write(module)
         drawn = self.state.drawn

@@ -12,6 +12,7 @@ import torch
 
 S = TypeVar("S")
 
+# (stack, source) of each block that is open in a context, innermost last
 _HERE: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("rope_patch_open_views", default=())
 
 
@@ -29,8 +30,8 @@ class OpenSources(Generic[S]):
     """A stack of sources of RoPE indices, innermost last; a copy or a pickle of the model has none of them."""
 
     def __init__(self) -> None:
-        self._everywhere: list[S] = []
-        self._traced = _ThreadStack()
+        self._everywhere: list[S] = []  # in all threads
+        self._traced = _ThreadStack()  # in this one, for graphs
 
     def __reduce__(self) -> "tuple[type[OpenSources[S]], tuple[()]]":
         return OpenSources, ()

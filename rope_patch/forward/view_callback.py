@@ -15,7 +15,7 @@ from .sources import ViewSource
 from .state import Leader, RopeState, state_of
 from .trainers import reference_of
 
-_NUMBERS = itertools.count()
+_NUMBERS = itertools.count()  # of callbacks, the drivers of clocks
 
 # supported trainers of TRL and LLaMA-Factory -> whether a batch is chosen rows followed by rejected rows
 _PAIRS = {

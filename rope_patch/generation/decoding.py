@@ -39,7 +39,7 @@ class Sampling:
 
     def draw(self) -> None:
         """Fill the buffer for the next call."""
-        self.gumbel.exponential_(generator=self.generator).log_().neg_()
+        self.gumbel.exponential_(generator=self.generator).log_().neg_()  # -ln e
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Tokens [rows] of logits [rows, vocab_size]."""
@@ -123,6 +123,7 @@ class _Step:
     def _captured(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
+            # "thread_local": CUDA calls of other threads do not end the capture
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._run()
         except torch.OutOfMemoryError:  # fewer rows with a graph are faster than many without

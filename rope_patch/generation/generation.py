@@ -188,6 +188,7 @@ def _forced(subject: InferenceModel, question: Question) -> list[int]:
     if not n:
         return []
     ids = torch.tensor([[*question.prompt, *question.answer[:-1]]], device=subject.device)
+    # [n, hidden]: the last token of the prompt and all but the last of the answer predict the answer
     choices: list[int] = subject.log_probabilities(subject.hidden(ids)[0, -n:]).argmax(-1).tolist()
     return choices
 

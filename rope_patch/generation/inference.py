@@ -95,7 +95,7 @@ class InferenceModel:
         decoder = modules[name]
         modules[name] = _KnownStates(hidden[None], decoder)
         try:
-            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # only its shape counts
             return self.causal_lm(input_ids=ids, use_cache=False).logits[0]
         finally:
             modules[name] = decoder

@@ -35,12 +35,12 @@ class KVRows:
     def __init__(self, causal_lm: Any, n_rows: int, capacity: int) -> None:
         self.causal_lm, self.n_rows, self.capacity = causal_lm, n_rows, capacity
         self.config = causal_lm.config.get_text_config(decoder=True)
-        self.first, self.last, self.begin = 0, n_rows, 0
+        self.first, self.last, self.begin = 0, n_rows, 0  # rows of the running forward, and tokens they hold before it
         self.slots: torch.Tensor | None = None  # [rows], index of the token that each row decodes; None in `read`
         self.index = torch.arange(n_rows, device=causal_lm.get_input_embeddings().weight.device)
         self.layers = [_Layer(self) for _ in range(self.config.num_hidden_layers)]
         self._cache = cache_argument(causal_lm, Cache(layers=list(self.layers)))
-        self.calls = 0
+        self.calls = 0  # of attention
         self._modules = {id(module) for module in causal_lm.modules()}
         self._windows = Windows()
 
@@ -125,6 +125,7 @@ class KVRows:
         require_plain(call)
         window = sliding_window(call, self.config)
         if self.slots is not None:
+            # key and value are whole buffers, [rows, n_kv_heads, capacity, d]; a row sees begin <= j < end, [rows] each
             end = self.slots.to(call.key.device) + 1
             begin = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
             query = as_multiplied(call.query[:, :, 0])  # [rows, n_heads, head_dim]
@@ -155,12 +156,12 @@ class _Layer(DynamicLayer):
             here, end = slice(rows.first, rows.last), rows.begin + key_states.shape[2]
             self.keys[here, :, rows.begin : end] = key_states
             self.values[here, :, rows.begin : end] = value_states
-            return self.keys[here, :, :end], self.values[here, :, :end]
+            return self.keys[here, :, :end], self.values[here, :, :end]  # [rows, n_kv_heads, end, d]
         n = len(key_states)
         row, slot = rows.index[:n].to(self.device), rows.slots.to(self.device)
-        self.keys[row, :, slot] = key_states[:, :, 0]
+        self.keys[row, :, slot] = key_states[:, :, 0]  # [n, n_kv_heads, head_dim]
         self.values[row, :, slot] = value_states[:, :, 0]
-        return self.keys[:n], self.values[:n]
+        return self.keys[:n], self.values[:n]  # [n, n_kv_heads, capacity, d]
 
     def get_seq_length(self) -> int:
         """Tokens that the rows hold before the forward."""

@@ -123,7 +123,7 @@ class Reader:
         """Read `batch`, after `n_before` prompts, into rows that hold `held`; logits after each, [rows, vocab_size]."""
         before = [*held[-1:], *batch]
         # tokens that each prompt has in common with the one before it; its last token is always read
-        shared = [0] * (len(batch) + 1 - len(before))
+        shared = [0] * (len(batch) + 1 - len(before))  # the very first prompt has none before it
         for earlier, prompt in zip(before, before[1:], strict=False):
             n = min(len(earlier), len(prompt))
             differ = (earlier[:n] != prompt[:n]).nonzero()
@@ -139,8 +139,9 @@ class Reader:
                     break
                 begin, last, longest = common, last + 1, wider
             if begin:
+                # from the row above, or from the last row of the batch before
                 rows.copy_prefix(first - 1 if first else len(held) - 1, first, last, begin)
-            tokens = pad_sequence([p[begin:-1] for p in batch[first:last]], batch_first=True)
+            tokens = pad_sequence([p[begin:-1] for p in batch[first:last]], batch_first=True)  # `end` reads the rest
             if tokens.shape[1]:
                 rows.read(tokens, first, begin, max(chunk // len(tokens), 1))
             done(n_before + last)

@@ -73,7 +73,7 @@ def sampled_tokens(
 def _logits_behind(rows: KVRows, prompts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Fill `rows` with prompts and return the logits after each, [rows, vocab_size]."""
     ids, first = [torch.tensor(p, device=device) for p in prompts], 0
-    padded = pad_sequence([p[:-1] for p in ids], batch_first=True)
+    padded = pad_sequence([p[:-1] for p in ids], batch_first=True)  # `end` reads the last tokens
     if width := padded.shape[1]:
         for part in padded.split(max(_TOGETHER // width, 1)):
             rows.read(part, first, 0, chunk=width)

@@ -28,14 +28,14 @@ def document_lengths(dataset: Any) -> torch.Tensor | None:
     parts = []
     for batch in dataset.select_columns(prompt + replies).with_format("arrow").iter(1000):
         before = sum(_tokens(batch, name) for name in prompt)
-        parts += [before + _tokens(batch, name) for name in replies]
+        parts += [before + _tokens(batch, name) for name in replies]  # [rows] each; [documents] for seq_lengths
     return torch.cat(parts) if parts else None
 
 
 def longest_document(dataset: Any) -> int | None:
     """Tokens of the longest document; None if one had to read all rows to know."""
     lengths = document_lengths(dataset)
-    return None if lengths is None else int(lengths.max()) or None
+    return None if lengths is None else int(lengths.max()) or None  # None also for a set without tokens
 
 
 def _tokens(batch: Any, name: str) -> torch.Tensor:

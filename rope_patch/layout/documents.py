@@ -61,26 +61,27 @@ def locate_documents(
         return _rows_as_documents(batch, seq_len, device, valid)
     positions = position_ids.expand(batch, seq_len)
     token = torch.arange(seq_len, device=device).expand(batch, seq_len)
-    begins = torch.ones(batch, seq_len, dtype=torch.bool, device=device)
+    begins = torch.ones(batch, seq_len, dtype=torch.bool, device=device)  # the first token of a row begins one
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     if valid is not None:
         after_padding = torch.zeros_like(begins)
         after_padding[:, 0] = True
         after_padding[:, 1:] = ~valid[:, :-1]
-        first_real = valid & (valid.cumsum(1) == 1)
+        first_real = valid & (valid.cumsum(1) == 1)  # of each row
         # padding must not hide the start of a row, nor may a row without real tokens lack one
         begins = (valid & (begins | after_padding)) | first_real | ((token == 0) & ~valid.any(1, keepdim=True))
     number = begins.cumsum(1).clamp(min=1)  # left padding joins the first document
     first = torch.where(begins, token, seq_len).flip(1).cummin(1).values.flip(1)  # next beginning at or after a token
     first = torch.where(begins.cumsum(1) == 0, first, torch.where(begins, token, 0).cummax(1).values)
     real = torch.ones_like(begins) if valid is None else valid
+    # real tokens of each document of a row, counted in column `number`, from 1 on, and handed back to its tokens
     length = (
         torch.zeros(batch, seq_len + 1, dtype=torch.int64, device=device)
         .scatter_add_(1, number, real.long())
         .gather(1, number)
         .clamp(min=1)
     )
-    before = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    before = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # documents of earlier rows
     before[1:] = begins.sum(1, keepdim=True).cumsum(0)[:-1]
     return Documents(start=positions.gather(1, first), length=length, ordinal=before + number - 1)
 
@@ -100,7 +101,7 @@ def real_tokens_of(attention_mask: Any, cached: int = 0) -> torch.Tensor | None:
         n_queries, n_keys = attention_mask.shape[-2:]
         if attention_mask.ndim != 4 or n_queries > n_keys or (n_queries < n_keys and cached):
             return attention_mask
-        itself = attention_mask[:, 0].diagonal(dim1=1, dim2=2)
+        itself = attention_mask[:, 0].diagonal(dim1=1, dim2=2)  # [batch, seq_len]: query i and key i of one head
         return itself if itself.dtype == torch.bool else itself == 0
     if hasattr(attention_mask, "mask_mod"):  # FlexAttention's
         n_rows, _, n_queries, n_keys = attention_mask.shape
@@ -138,7 +139,7 @@ def closing_tokens(
     for pattern in patterns:
         ends_here = (t == documents.length - 1) & (t >= len(pattern) - 1)
         for back, token in enumerate(reversed(pattern)):
-            ends_here &= nn.functional.pad(ids, (back, 0), value=-1)[:, :seq_len] == token
+            ends_here &= nn.functional.pad(ids, (back, 0), value=-1)[:, :seq_len] == token  # `back` tokens before
         n_tokens = torch.where(ends_here, len(pattern), 0)
         longest = longest.scatter_reduce(0, ordinal.flatten(), n_tokens.flatten(), "amax")
     return longest[ordinal]

@@ -66,11 +66,11 @@ class Labelled:
         rows, seq_len = ids.shape
         documents = locate_documents(rows, seq_len, ids.device, position_ids, attention_mask)
         positions = torch.arange(seq_len, device=ids.device) if position_ids is None else position_ids
-        t = (positions - documents.start).expand(rows, seq_len)
+        t = (positions - documents.start).expand(rows, seq_len)  # any number on padding
         ordinal = documents.ordinal.expand(rows, seq_len)
         valid = real_tokens(ids, attention_mask)
         labels = batch.get("labels", ids).masked_fill(~valid, IGNORE_INDEX)
-        follows = torch.zeros_like(valid)
+        follows = torch.zeros_like(valid)  # whether the next token is of the same document
         follows[:, :-1] = valid[:, :-1] & valid[:, 1:] & (ordinal[:, :-1] == ordinal[:, 1:])
         next_label = torch.full_like(labels, IGNORE_INDEX)
         next_label[:, :-1] = torch.where(follows[:, :-1], labels[:, 1:], IGNORE_INDEX)
@@ -98,6 +98,7 @@ class Labelled:
     @property
     def next_token(self) -> torch.Tensor:
         """The token after each query in its document, with or without a label, -100 for none, [batch, n]."""
+        # the first token of a row, which roll moves to its end, is masked: a row's last query is an end or padding
         return self.ids.roll(-1, 1).masked_fill(~self.valid | self.ends, IGNORE_INDEX)
 
     @property
@@ -122,10 +123,10 @@ class Labelled:
             affected_from: s of each document, in the shape of its documents.
             rows: as in `ViewConsistency`.
         """
-        behind = self.t >= affected_from
+        behind = self.t >= affected_from  # [batch, n]
         chosen = behind & (self.next_label != IGNORE_INDEX)
         if rows == "query_in_suffix":
-            chosen = chosen | (behind & self.ends & self.counted)
+            chosen = chosen | (behind & self.ends & self.counted)  # the last query, which predicts nothing
         return chosen, self.per_document(behind & self.counted)[self.ordinal]
 
     def suffix_total(self, affected_from: torch.Tensor | int, of: torch.Tensor | None = None) -> int:

@@ -82,11 +82,11 @@ class SequenceShard:
         """
         batch, n_heads, m, head_dim = x.shape
         h = -(-n_heads // self.size)
-        x = pad(x, (0, 0, 0, 0, 0, h * self.size - n_heads))
+        x = pad(x, (0, 0, 0, 0, 0, h * self.size - n_heads))  # heads of zeros
         sent = x.unflatten(1, (self.size, h)).transpose(0, 1).contiguous()  # [R, batch, h, m, head_dim]
         received: torch.Tensor = _AllToAll.apply(sent, self.group)  # the same shape, by the rank of the tokens
         rows = received.permute(1, 2, 0, 3, 4).reshape(batch, h, self.size * m, head_dim)
-        return rows.index_select(2, self._order)
+        return rows.index_select(2, self._order)  # from the order of the ranks to that of the row
 
     def without_padding_mask(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a decoder with a mask of ones.

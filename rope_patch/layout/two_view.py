@@ -54,19 +54,20 @@ class TwoViewLayout:
                 so results stay the same.
         """
         batch, n = labelled.t.shape
-        moved = labelled.valid & (labelled.t >= first // granule * granule)
-        n_copies = moved.long().cumsum(1)
-        m = max(int(n_copies[:, -1].max()), 1)
+        moved = labelled.valid & (labelled.t >= first // granule * granule)  # [batch, n]
+        n_copies = moved.long().cumsum(1)  # [batch, n], those of the row up to a token
+        m = max(int(n_copies[:, -1].max()), 1)  # places for copies in each row, one also if nothing moves
         source = torch.zeros(batch, m, dtype=torch.int64, device=moved.device)
         is_copy = torch.zeros(batch, m, dtype=torch.bool, device=moved.device)
-        rows, tokens = moved.nonzero(as_tuple=True)
+        rows, tokens = moved.nonzero(as_tuple=True)  # [all copies] each, and so is places
         places = n_copies[rows, tokens] - 1
         source[rows, places] = tokens
         is_copy[rows, places] = True
         seen = torch.where(moved, n + n_copies - 1, torch.arange(n, device=moved.device))
-        segments, copy = [], dict.fromkeys(range(batch), n)
+        segments, copy = [], dict.fromkeys(range(batch), n)  # row -> place of its next copy
+        # [documents, 2]: row and first token
         firsts = torch.tensor([span[:2] for span in labelled.spans], dtype=torch.int64, device=moved.device).view(-1, 2)
-        in_document = labelled.per_document(moved)[labelled.ordinal[firsts[:, 0], firsts[:, 1]]]
+        in_document = labelled.per_document(moved)[labelled.ordinal[firsts[:, 0], firsts[:, 1]]]  # copies of each
         for (row, begin, length), k in zip(labelled.spans, in_document.tolist(), strict=True):
             segments.append(Segment(row, begin, begin + length - k, begin + length, copy[row]))
             copy[row] += k

@@ -233,7 +233,7 @@ def _reweighted(
 ) -> ComparedRows:
     """The rows with the weights of `kl_longce`, without the KL of those that `kl_top` leaves out."""
     on = (rows.kl_weight != 0).nonzero().squeeze(1)  # [M], indices into N
-    none = torch.zeros(len(on), device=on.device)
+    none = torch.zeros(len(on), device=on.device)  # weights: the loss is not used, only its metrics
     factor, in_kl = torch.ones_like(rows.kl_weight), rows.in_kl
     if short_ce is not None:
         assert consistency.kl_longce is not None
@@ -256,6 +256,7 @@ def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.T
     order = value.argsort(descending=True, stable=True)  # [N]
     order = order[group[order].argsort(stable=True)]  # by group, descending within it
     _, counts = group[order].unique_consecutive(return_counts=True)
+    # [N], in sorted order: the place within the group, 0 for its largest value
     rank = torch.arange(len(value), device=value.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     kept = torch.zeros_like(value, dtype=torch.bool)
     kept[order] = rank < (share * counts.repeat_interleave(counts)).ceil()

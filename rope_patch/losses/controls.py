@@ -96,7 +96,7 @@ class NoisyPasses(Passes):
 
     def after(self, request: ViewRequest, output: Any) -> None:
         request.view = output.last_hidden_state
-        request.first_changed = torch.zeros_like(request.labelled.documents.length)
+        request.first_changed = torch.zeros_like(request.labelled.documents.length)  # noise changes every token
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -140,6 +140,7 @@ def _noisy_modules(decoder: Any) -> list[nn.Module]:
 def _noisy_attention(call: AttentionCall, labelled: Labelled, config: Any, strength: float) -> torch.Tensor:
     """Attention within documents, with noise on the scores by a mask [batch, n_heads, n, n], for short sequences."""
     query = call.query  # [batch, n_heads, n, head_dim]
+    # [batch, n]; padding attends to padding, so that no softmax is empty
     document = labelled.ordinal.masked_fill(~labelled.valid, -1)
     distance = labelled.t[:, :, None] - labelled.t[:, None]  # [batch, n, n], and so is seen
     seen = (document[:, :, None] == document[:, None]) & (distance >= 0)
@@ -190,10 +191,11 @@ class HashedNoise:
     def __getitem__(self, place: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Noise of (row, head, query, key), integer tensors that broadcast, as float32."""
         row, head, query, key = place
-        word = self.words[row, head] ^ (query * 65537 + key).to(torch.int32)
+        word = self.words[row, head] ^ (query * 65537 + key).to(torch.int32)  # one number a pair below 65535 tokens
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
             # shifting an int32 keeps its sign, so mask it off
             word = (word ^ ((word >> shift) & ((1 << (32 - shift)) - 1))) * factor
+        # of the low 16 bits, in (0, 1), and then of the high ones, in [0, 1)
         radius = torch.sqrt(-2 * torch.log(((word & 0xFFFF).float() + 0.5) / 65536))
         turn = ((word >> 16) & 0xFFFF).float() / 65536
         return self.strength * radius * _cosine(turn)

@@ -38,5 +38,5 @@ class CueWeight:
             n_tokens = self.tokens
         else:
             n_tokens = closing_tokens(labelled.ids, labelled.drawn_at, labelled.documents, self.tokens)
-        in_cue = labelled.t + 1 >= labelled.documents.length - n_tokens
+        in_cue = labelled.t + 1 >= labelled.documents.length - n_tokens  # t + 1 is the token that query t predicts
         return torch.where(in_cue, self.weight, 1.0)

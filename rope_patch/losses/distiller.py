@@ -26,6 +26,7 @@ class Distiller(ForwardLoss):
         super().__init__(model)
         self.teacher: Any = teacher
         if isinstance(teacher, OtherTeacher):
+            # its attention answers the request too: `RelationRequest.visit` records the teacher's tensors
             self._text_modules |= {id(module) for module in find_decoder(teacher.copy).modules()}
         if isinstance(teacher, SharedTeacher | CopiedTeacher):
             self._require_difference()

@@ -215,5 +215,6 @@ def without_gradient(device_type: str) -> Iterator[None]:
     """
     enabled = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type)
+    # https://github.com/pytorch/pytorch/issues/112583, fixed by https://github.com/pytorch/pytorch/pull/165068
     with torch.no_grad(), torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
         yield

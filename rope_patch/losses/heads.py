@@ -59,7 +59,7 @@ def head_losses(
     scale, softcap = logit_transform(causal_lm.config.get_text_config())
     # z / T has the form of z: softcap / T tanh(scale / T product / (softcap / T))
     scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
-    metrics: list[RowMetrics] = []
+    metrics: list[RowMetrics] = []  # filled by `loss`, as `_with_weights` returns one tensor
 
     def loss(
         hidden_std: torch.Tensor, hidden_view: torch.Tensor | None, hidden_teacher: torch.Tensor | None
@@ -152,7 +152,7 @@ def _with_weights(heads: list[Any], compute: Callable[..., torch.Tensor], *hidde
     """
     for head in {id(head): head for head in heads if head is not None}.values():
         if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
-            compute = partial(_as_forward_of, head, compute)
+            compute = partial(_as_forward_of, head, compute)  # the next head's forward calls this one's
     return compute(*hidden)
 
 

@@ -107,8 +107,9 @@ class HiddenDistiller(Distiller):
         request.taught = [taught.hidden_states[i] for i in self.layers]
         if self.targets.short_to_long and self.decoder.training:
             request.last = taught.last_hidden_state
-            del taught
+            del taught  # its other layers' states, before the student runs
             with rope_view(self.decoder, "standard"):
+                # an extra forward at true positions; the one that was called runs under the view
                 self._write_distance(request, call.run_before())
 
     def after(self, request: HiddenRequest, output: Any) -> None:

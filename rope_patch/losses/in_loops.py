@@ -73,11 +73,12 @@ def self_distillation_loss(
         raise ValueError("self_distillation_loss needs a model in training mode: call model.train() before it.")
     labelled = Labelled.of(batch)
     with _self_distiller(model, view, step, seed, progress, consistency) as distiller:
+        # without labels, or without documents that the view can change, a sum is 0 and its divisor would be too
         n_labels, n_compared = (_counts(distiller, labelled) if counts is None else counts).clamp(min=1).tolist()
         request = ViewRequest(labelled, n_labels, n_compared)
         with distiller.active():
             tie = call_with(model, batch, request)
-    loss = request.result.loss + tie
+    loss = request.result.loss + tie  # tie is 0, with a graph to every parameter
     del request.result  # checkpointed layers hold the request: if it held their graph, neither would be freed
     return distiller.backward_outside(loss)
 
@@ -209,7 +210,7 @@ def view_states(
     document = document_of_tokens(ids, batch.get("attention_mask"), batch.get("position_ids"))
     reader, states = _LastStates(model), []
     for view in views:
-        request = _StatesRequest(document >= 0, document)
+        request = _StatesRequest(document >= 0, document)  # padding is in document -1
         drawn = nullcontext() if view is None else source_in_force(model, _DrawnAt(view, step, seed, progress))
         with drawn, reader.active():
             tie = call_with(model, batch, request)

@@ -86,10 +86,10 @@ class LongCE:
             # padding is on the right, where no real token attends to it
             rows = ids.flatten()[token].masked_fill(offset >= length, 0)
             with rope_view(decoder, "standard"), without_gradient(ids.device.type):
-                hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state
+                hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state  # [m, size, H]
             scored = (offset >= self.short_context - 1) & (offset < length - 1) & (labels[token] != IGNORE_INDEX)
             queries = token[scored]  # [scored], which have seen at least K tokens
-            none = torch.zeros(len(queries), device=ids.device)
+            none = torch.zeros(len(queries), device=ids.device)  # weights: only metrics are read
             _, metrics = head_losses(causal_lm, hidden[scored], None, labels[queries], none, None)
             reference[queries] = metrics.ce.float()
         return reference.view(ids.shape)

@@ -151,7 +151,7 @@ class NativeDistiller(Distiller):
         teacher = self.teacher.head, taught.to(hidden.device)
         del taught
         direction, temperature = self.targets.direction, self.targets.temperature
-        if temperature == 1:
+        if temperature == 1:  # both terms in one sweep over the vocabulary
             request.loss, request.rows = head_losses(
                 self.causal_lm, hidden, hidden, labels, ce_weight, kl_weight, teacher, direction=direction
             )
@@ -174,9 +174,9 @@ class NativeDistiller(Distiller):
     def _labels_and_weights(self, request: NativeRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """The label of each query, -100 for none, and the weight of its cross-entropy, both [N]."""
         labels, has_label = request.labels, request.has_label
-        weight = has_label * (self.targets.clm_weight / request.n_labels)
+        weight = has_label * (self.targets.clm_weight / request.n_labels)  # [N]
         if self.reads_text:
-            next_token = request.labelled.next_token.flatten()[request.queries]
+            next_token = request.labelled.next_token.flatten()[request.queries]  # [N]
             labels = torch.where(has_label, labels, next_token)
             weight = weight + (next_token != IGNORE_INDEX) * (self.targets.text_weight / request.n_next)
         elif not self.reads_labels:

@@ -75,7 +75,7 @@ def next_token_loss(
     """
     labels = labelled.next_label.flatten()  # [batch n]
     queries = labelled.held((labels != IGNORE_INDEX).nonzero().squeeze(1))
-    ce_weight = torch.full((len(queries),), 1 / divisor, device=labels.device)
+    ce_weight = torch.full((len(queries),), 1 / divisor, device=labels.device)  # [N]
     cue_factor = None if cue is None else cue.factors(labelled).flatten()[queries]
     if cue_factor is not None:
         ce_weight = ce_weight * cue_factor

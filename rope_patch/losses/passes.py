@@ -68,7 +68,7 @@ class ViewRequest(NextTokenRequest):
         del self.standard, self.view
         if self.place is None:
             return self.labelled.states(standard, queries), self.labelled.states(view, queries)
-        rows, tokens = queries // self.place.shape[1], queries % self.place.shape[1]
+        rows, tokens = queries // self.place.shape[1], queries % self.place.shape[1]  # [N] each
         return standard[rows, tokens], view[rows, self.place[rows, tokens]]
 
 

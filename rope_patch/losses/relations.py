@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,10 +89,13 @@ class RelationRequest(LossRequest):
         self.student_factor = student_factor
         self.offload = offload
         self.with_gradient = False  # whether the student's forward was called with gradients on
+        # (cos, sin) by whether the teacher runs, then by layer type, None if all layers have one pair
         self.rotations: dict[bool, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = {True: {}, False: {}}
-        self.teacher: dict[int, dict[str, torch.Tensor]] = {}
+        self.teacher: dict[int, dict[str, torch.Tensor]] = {}  # by layer, then by "q", "k" or "v"
         # layer -> one sum per target over tokens and heads, divided by the heads, in the order of targets.weights
         self.sums: dict[int, torch.Tensor] = {}
+        # (layer, relations) -> what the forward of their KL found, for the backward of a checkpointed layer
+        self.found: dict[tuple[int, str], list[torch.Tensor]] = {}
         self.logit_kl: torch.Tensor | None = None
 
     def visit(self, call: AttentionCall) -> None:
@@ -117,6 +121,7 @@ class RelationRequest(LossRequest):
             device = "cpu" if self.offload else query.device
             self.teacher[layer] = {n: self._of_whole_rows(tensors[n].detach()).to(device) for n in sorted(needed)}
             return
+        # TRL forces reentrant checkpointing for PEFT under ZeRO-3: https://github.com/deepspeedai/DeepSpeed/pull/8130
         if self.with_gradient and not torch.is_grad_enabled():
             raise ValueError(
                 "reentrant gradient checkpointing runs layers without gradients first, which loses the gradients of "
@@ -125,7 +130,7 @@ class RelationRequest(LossRequest):
             )
         teacher = {n: t.to(query.device, non_blocking=True) for n, t in self.teacher[layer].items()}
         student = {n: self._of_whole_rows(tensors[n]) for n in teacher}
-        rows = self._rows(student, teacher, call.scale)
+        rows = self._rows(layer, student, teacher, call.scale)
         n_heads = {name: query.shape[1] for name in self.targets.weights}
         if self.targets.denominator == "own_heads":
             n_heads |= {name: tensors[name].shape[1] for name in n_heads if name != "attention"}
@@ -139,11 +144,15 @@ class RelationRequest(LossRequest):
         return x if self.shard is None else self.shard.by_heads(x)
 
     def _rows(
-        self, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
+        self, layer: int, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
     ) -> dict[str, torch.Tensor]:
         """Target -> divergence of each row of its maps, [batch, its heads, n]."""
         factor = self.student_factor**-2  # squared, because both factors of a product have it
         rows: dict[str, torch.Tensor] = {}
+
+        def found(names: str) -> list[torch.Tensor] | None:
+            return self.found.setdefault((layer, names), []) if torch.is_grad_enabled() else None
+
         # relations of the same width and scale share one kernel launch: a few heads do not fill a GPU
         alike: dict[tuple[int, float], list[str]] = {}
         for name in self.targets.weights:
@@ -156,11 +165,15 @@ class RelationRequest(LossRequest):
                     student_scale=scaling * factor,
                     teacher_scale=scaling,
                     visibility=self.visibility,
+                    found=found(name),
                 )
             else:
                 alike.setdefault((student[name].shape[-1], 1.0 if name == "v" else factor), []).append(name)
-        divergence = relation_kl if self.targets.divergence == "kl" else relation_mse
         for (head_dim, correction), names in alike.items():
+            divergence: Any = relation_mse
+            if self.targets.divergence == "kl":
+                divergence = partial(relation_kl, found=found("".join(names)))
+            # [batch, heads of all names, n]
             together = divergence(
                 torch.cat([student[name] for name in names], 1) if len(names) > 1 else student[names[0]],
                 torch.cat([teacher[name] for name in names], 1) if len(names) > 1 else teacher[names[0]],
@@ -294,6 +307,7 @@ class RelationDistiller(Distiller):
 
     def _keep_rotation(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._in_flight is not None:
+            # called as (hidden, position_ids) or, once per layer type, as (hidden, position_ids, layer_type)
             kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
             self._in_flight.rotations[self._in_flight.teaching][kind] = output
 

@@ -83,6 +83,7 @@ class SelfDistiller(Distiller):
             )
         require(why_no_self_distillation(self.causal_lm, self.decoder))
         self.view, self.passes = source, self._choose_passes(source, one_pass)
+        # against a teacher every query differs, so that its share is 1
         needs_share = consistency.reduction == "uniform" and teacher is None
         self.drawn = ViewChanges.of(source, self.decoder.config.num_hidden_layers, needs_share=needs_share)
         # a teacher's predictions differ from the first token on
@@ -244,8 +245,8 @@ class SelfDistiller(Distiller):
     def _few_rows(self) -> int:
         """Rows of logits at a time in two calls, where gradients of all weights exist beside the logits."""
         vocabulary = self.causal_lm.get_output_embeddings().weight.shape[0]
-        rows = _LOGITS_BYTES // (2 * 4 * vocabulary)
-        return max(1, rows // 128 * 128 or rows)
+        rows = _LOGITS_BYTES // (2 * 4 * vocabulary)  # two views, four bytes
+        return max(1, rows // 128 * 128 or rows)  # a multiple of 128 where so many fit
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,7 @@ class ViewChanges:
             ValueError: `needs_share`, and the view cannot tell the share.
         """
         try:
+            # any query of any document: the view raises or it does not
             source.view.affected_share(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 1), 2))
         except ValueError:
             if needs_share:

@@ -66,7 +66,8 @@ class SharedTeacher:
             try:
                 for module in noisy:
                     module.training = False
-                # not PEFT's disable_adapter, which unfreezes frozen adapters and walks through the model each time
+                # not PEFT's disable_adapter: it walks through the model each time, unfreezes frozen adapters
+                # (https://github.com/huggingface/peft/issues/3447), and fails under FSDP1 (#1442)
                 for layer in self._layers:
                     layer._disable_adapters = True
                 yield decoder

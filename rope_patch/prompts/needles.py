@@ -290,6 +290,7 @@ def _draw_depths(needles: _Needles, depth: float, rng: random.Random) -> list[fl
     n = len(needles.sentences)
     if not needles.in_order:
         return [depth if i == needles.at_depth else rng.random() for i in range(n)]
+    # sorted, so that the needles keep their order in the text
     before = sorted(rng.uniform(0, depth) for _ in range(needles.at_depth))
     after = sorted(rng.uniform(depth, 1) for _ in range(n - needles.at_depth - 1))
     return [*before, depth, *after]

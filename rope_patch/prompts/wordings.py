@@ -46,7 +46,7 @@ class NeedleWording:
     beginning: str
 
 
-# the first one is Landmark Attention's, which older results of this project used alone
+# the first one is Landmark Attention's
 PASSKEY_WORDINGS = (
     PasskeyWording(
         PASSKEY_FILLER,

@@ -47,7 +47,7 @@ class NTK(Rescaling):
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_rotation(self, native)
         require_native(self, native, ("default", "linear", "llama3"), "Use 'abf' with the base that you want.")
-        d = native.rotary_dim
+        d = native.rotary_dim  # twice the number of frequencies
         if d < 4:
             raise ValueError(
                 f"rescaling 'ntk' needs 2 frequencies or more, and this model rotates {d} features: use 'pi'."

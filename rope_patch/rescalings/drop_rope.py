@@ -40,7 +40,7 @@ class DropRope(WindowAsOption):
             "factor": DROP_FACTOR,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 1,
+            "original_max_position_embeddings": 1,  # below all wavelengths, of which 2 pi is the shortest
         }
 
 

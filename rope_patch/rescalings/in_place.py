@@ -107,7 +107,7 @@ class RopeParameters:
 
 def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
     """Give `model` a copy of its config: a rescaling must not reach the config of another model that shares it."""
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = {}  # by id of the original: deepcopy's memo, which has nested configs too
     for owner in (find_causal_lm(model), decoder):  # some families nest the decoder's config in the outer one
         copy.deepcopy(owner.config, copies)
     for module in model.modules():
@@ -343,6 +343,7 @@ def _merged(rescaling: Rescaling, native: NativeRope) -> dict[str, Any]:
     left_open = names - set(options)
     kept = {k: v for k, v in parameters.items() if is_same_type or k not in _SCALING_KEYS}
     if is_same_type:
+        # without what `rescaling.rope_parameters` filled in for options that the native parameters have
         new = {k: v for k, v in new.items() if k not in left_open or k not in parameters}
     kept.pop("attention_factor", None)
     reads_factor = is_same_type or "attention_factor" in left_open

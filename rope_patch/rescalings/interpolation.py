@@ -43,7 +43,7 @@ class PI(Rescaling):
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_native(self, native, ("default", "linear"), "Use 'abf', which keeps the RoPE parameters.")
         own = native.rope_parameters["factor"] if native.rope_type == "linear" else 1.0
-        factor = float(self.factor) * own
+        factor = float(self.factor) * own  # one interpolation after the other
         return {"rope_type": "linear", "factor": factor, **without_none(rope_theta=self.rope_theta)}
 
     def target_window(self, native_window: int) -> int:

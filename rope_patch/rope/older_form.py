@@ -53,6 +53,7 @@ def older_form(config: Any) -> dict[str, Any]:
         The keys to write beside `rope_parameters`; those that `config` already has, if the family cannot read these
         RoPE parameters from the older form.
     """
+    # what a program reads that knows both forms, and one that ignores `rope_parameters`
     both = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
     alone = {key: value for key, value in both.items() if key != "rope_parameters"}
     for candidate in _candidates(config):
@@ -101,6 +102,7 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
     }
     if form.get("partial_rotary_factor") == 1.0:
         del form["partial_rotary_factor"]
+    # with the trained window, which all types but LongRoPE read there
     scaling = {key: copy.deepcopy(value) for key, value in parameters.items() if key not in _KEYS[:-1]}
     if scaling.get("rope_type", "default") != "default" or len(scaling) > 1:
         # the name before Transformers 4.45, which some programs read

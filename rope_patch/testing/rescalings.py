@@ -45,6 +45,7 @@ def check_rescaling(rescaling: Rescaling, *, model: Any = small_model) -> None:
 
 def check_saving(rescaling: Rescaling, model: Any = small_model) -> None:
     """Transformers' own model, of the config and of the folder, has the same bits."""
+    # rows beyond the trained window, where dynamic types and LongRoPE change their frequencies
     patched, ids = patch_model(model(), rescaling), random_ids(2, WINDOW + 20)
     logits = patched(ids).logits
     built = type(patched)(patched.config)

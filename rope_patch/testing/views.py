@@ -14,7 +14,7 @@ from ..views import NoPE, View
 from .models import N_LAYERS, PAD, WHOLE, laid_out, random_ids, require_alike, small_model
 
 _DOCUMENTS = [[4, 5, PAD, 6, PAD, 4, 7, 5, 6, PAD, 8, 9], [6, 5, PAD, 4, 4, 8, 5, 9], [5] * 6 + [PAD] + [7] * 8]
-_PREFILL = 12
+_PREFILL = 12  # tokens of a prompt
 
 
 def check_view(view: View) -> None:

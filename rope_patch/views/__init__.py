@@ -1,6 +1,6 @@
 """Views: rules from token index to RoPE index. Each is a frozen dataclass, found by name in `VIEWS`.
 
-One file a view; what several views share is in `base`, `options` and `several`.
+One file a view; what several views share is in `base`, `laws`, `borders`, `several` and `targeted`.
 """
 
 from ..base.draws import DrawKey

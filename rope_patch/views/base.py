@@ -134,10 +134,10 @@ class View:
         real = (t >= 0) & (t < length)
         # a document has at least one token, so `nowhere` numbers are enough; the last place takes all other tokens
         nowhere = ordinal.numel()
-        begin = torch.zeros(nowhere + 1, dtype=moved.dtype, device=t.device)
+        begin = torch.zeros(nowhere + 1, dtype=moved.dtype, device=t.device)  # r(0) by document
         begin.scatter_(0, torch.where(real & (t == 0), ordinal, nowhere).flatten(), moved.flatten())
         changed = real & (moved - begin[ordinal] != t)
-        first = torch.full_like(begin, torch.iinfo(torch.int64).max, dtype=torch.int64)
+        first = torch.full_like(begin, torch.iinfo(torch.int64).max, dtype=torch.int64)  # s by document
         first.scatter_reduce_(0, ordinal.flatten(), torch.where(changed, t, length).flatten(), "amin")
         return torch.minimum(first[documents.ordinal], documents.length)
 

@@ -38,8 +38,8 @@ class ChunkPermute(View):
         return (length - 1 if last is None else last) + -length % -(-length // self.blocks)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        chunk = (length + self.blocks - 1) // self.blocks
-        words = [between(word, 0, 2**31 - 2) for word in key.words(range(self.blocks))]
+        chunk = (length + self.blocks - 1) // self.blocks  # C, in tokens
+        words = [between(word, 0, 2**31 - 2) for word in key.words(range(self.blocks))]  # a number for each block
         places = {}
         for b, word in enumerate(words):
             # blocks with a smaller number come before; short documents have fewer blocks
@@ -52,7 +52,7 @@ class ChunkPermute(View):
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         chunk = parameters["chunk"]
         block = torch.div(t, chunk, rounding_mode="floor")
-        moved = block
+        moved = block  # pi(block)
         for b in range(self.blocks):
             moved = torch.where(block == b, parameters[f"block_{b}"].to(block.dtype), moved)
         return torch.where((t >= 0) & (t < parameters["length"]), t + (moved - block) * chunk, t)

@@ -52,7 +52,7 @@ class Cream(Targeted):
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         factor, third = self.target // length, length // 3
         ends = torch.where(key.integers(0, 1, slot=0) == 0, third, torch.minimum(4 * factor, third))
-        contiguous = length - ends - 1
+        contiguous = length - ends - 1  # e of a middle that follows the head
         if self.sigma is None:
             highest = self.target - ends - 1
             last = key.integers(torch.minimum(contiguous + 1, highest), highest, slot=2)

@@ -110,9 +110,9 @@ class EndPrompt(Targeted):
         return self._parameters(documents.length, n_tokens, key)
 
     def _parameters(self, length: torch.Tensor, n_tokens: torch.Tensor, key: DrawKey) -> Parameters:
-        farthest = self.target - length
+        farthest = self.target - length  # skip of a cue that ends at L - 1
         skip = farthest if self.placement == "end" else key.integers(0, farthest, slot=0)
-        moves = (length > n_tokens) & (n_tokens > 0)
+        moves = (length > n_tokens) & (n_tokens > 0)  # not without a cue, nor without a body before it
         drawn = {"split": torch.where(moves, length - n_tokens, length), "skip": torch.where(moves, skip, 0)}
         if self.placement == "parts":
             first_part = key.integers(1, ((n_tokens + 1) // 2).clamp(min=1), slot=1)

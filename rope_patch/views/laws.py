@@ -211,7 +211,7 @@ class Linear(Curriculum):
     def sample(self, key: DrawKey, slot: int, most: torch.Tensor | None = None) -> torch.Tensor:
         low, high = self.law.ends(most)
         if key.progress is not None:
-            *start_low, start_high = self._start
+            *start_low, start_high = self._start  # start_low is empty where start is one number
             low = _moved(start_low[0], low, key.progress) if start_low else low
             high = _moved(start_high, high, key.progress)
         return self.law.between(low, high, key, slot)
@@ -304,7 +304,7 @@ def with_laws(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _law_of(options: dict[str, Any]) -> Law:
-    given = {"law": "uniform", **options}
+    given = {"law": "uniform", **options}  # for a dictionary that names a curriculum alone
     name, curriculum = given.pop("law"), given.pop("curriculum", None)
     require_known("law", LAWS, name)
     if curriculum is None:
@@ -312,7 +312,7 @@ def _law_of(options: dict[str, Any]) -> Law:
     require_known("curriculum", CURRICULA, curriculum)
     names = [f.name for f in fields(CURRICULA[curriculum]) if f.name != "law"]
     owner = f"law {name!r} with curriculum {curriculum!r}, which has {', '.join(names)}"
-    own = {option: given.pop(option) for option in names if option in given}
+    own = {option: given.pop(option) for option in names if option in given}  # the rest are the law's
     return from_options(CURRICULA[curriculum], owner, {"law": from_options(LAWS[name], owner, given), **own})
 
 

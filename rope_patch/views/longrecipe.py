@@ -72,12 +72,13 @@ class LongRecipe(Targeted):
         begins = torch.zeros_like(is_end)
         begins[:, 1:] = is_end[:, :-1]
         begins = (t == 0) | (begins & (t >= 1) & (t < documents.length))
+        # [batch, seq_len]: one a token, read where a sentence begins
         gap = key.integers(0, self.target - documents.length, slot=_SENTENCES + t.clamp(min=0))
         # documents come in rising order, so that sorting all gaps at once sorts those of each
         floor = (ordinal * _APART).flatten()
         beginning = begins.flatten()
         in_order = torch.where(beginning, floor + gap.flatten(), torch.iinfo(torch.int64).max).sort().values
-        of_token = in_order[(beginning.cumsum(0) - 1).clamp(min=0)]
+        of_token = in_order[(beginning.cumsum(0) - 1).clamp(min=0)]  # to the k-th sentence the k-th smallest
         of_token = torch.where(t.flatten() == 0, floor, of_token)  # the smallest, which is dropped
         # from its beginning to the next one a sentence keeps its gap
         offset = (torch.where(beginning, of_token, floor).cummax(0).values - floor).view(ids.shape)

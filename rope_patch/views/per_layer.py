@@ -50,6 +50,7 @@ class PerLayer(Several):
 
     def _require_separate_draws(self) -> None:
         """Raise unless `draw`, given a key for each of 3 layers, draws for each of them and nothing across them."""
+        # of two documents, [2, 1], and a stream for each of three layers, [3, 1, 1]
         key = DrawKey(0, torch.tensor(0), torch.arange(2)[:, None], torch.arange(3)[:, None, None])
         try:
             shapes = {p.shape for p in self.view.draw(torch.full((2, 1), 8), key).values()}
@@ -100,11 +101,12 @@ class PerLayer(Several):
         """The key of each layer, [layers, 1, 1], if layers get separate draws."""
         if self.layers != "independent":
             return key
-        streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.device)
+        streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.device)  # [layers]
         return replace(key, stream=streams[:, None, None])
 
     def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[list[int], View, Parameters]]:
         if self.layers == "independent":
+            # [layers, batch, 1 or seq_len] are drawn by layer
             by_layer = [{name: p[i] if p.ndim == 3 else p for name, p in parameters.items()} for i in range(n_layers)]
             return [([i], self.view, by_layer[i]) for i in range(n_layers)]
         chosen = self._moved_layers(n_layers)

@@ -43,6 +43,7 @@ class PosAug(View):
     def __post_init__(self) -> None:
         require_factors("view 'posaug': alpha", self.alpha)
         require_choice("view 'posaug': granularity", self.granularity, get_args(Granularity))
+        # a curriculum has the law that it leads to as `law`
         if isinstance(getattr(self.alpha, "law", self.alpha), Cycling) and self.granularity != "step":
             raise ValueError(
                 f"view 'posaug': law 'cycling' has one value a step, got granularity={self.granularity!r}: leave "

@@ -69,7 +69,7 @@ class PoSE(Targeted):
         """First token and offset, `farthest` at most, of chunks 1, 2, ..., from the random numbers after `slot`."""
         n = self.chunks - 1
         words = key.words(range(n), range(slot + 1, slot + 1 + n))
-        last = (length + 1) // 2 if n == 1 else length - 1
+        last = (length + 1) // 2 if n == 1 else length - 1  # the largest border
         borders = torch.stack([between(word, 1, last.clamp(min=1)) for word in words[:n]])
         offsets, offset = [], torch.zeros_like(length)
         for word in words[n:]:

@@ -51,7 +51,7 @@ class RandomBase(View):
         return (length > 1) & (self.factor != 1)
 
     def frequencies(self, inv_freq: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        exponent = torch.arange(len(inv_freq), dtype=torch.float64, device=inv_freq.device) / len(inv_freq)
+        exponent = torch.arange(len(inv_freq), dtype=torch.float64, device=inv_freq.device) / len(inv_freq)  # 2j / d
         factor = parameters["base_factor"].to(inv_freq.device) ** -exponent
         return (inv_freq.double() * factor).to(inv_freq.dtype)
 

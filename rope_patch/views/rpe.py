@@ -77,11 +77,13 @@ class RPE(View):
             sample = samples[:, None]
             tokens = torch.zeros_like(sample).index_put_((which.flatten(),), length.reshape(-1, 1))
         draw_key = key.per_step() if self.granularity == "step" else replace(key, sample=sample)
+        # [max_index] where all documents of the step share the order, else [documents, max_index]
         if self.values == "floats":
             table = torch.where(slots < tokens, draw_key.uniform(slot=slots) * self.max_index, math.inf)
         else:  # all sets of the first L in a random order are equally likely
             table = torch.where(draw_key.rank(slots) < tokens, slots, self.max_index)
         table = table.sort(-1).values
+        # one row of the table after the other; `_begin` is where the row of a token's document starts
         return {"_table": table.flatten(), "_begin": which * self.max_index, "_length": length}
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import long_rows
 import pytest
@@ -39,3 +40,17 @@ def test_a_case_that_fails_writes_why_and_the_others_go_on(tmp_path, monkeypatch
 def test_other_cases_are_refused(text):
     with pytest.raises(long_rows.argparse.ArgumentTypeError, match=text):
         long_rows.Case.of(text)
+
+
+@pytest.mark.parametrize(("long_rows_on", "checkpoints"), [("", 1), (":on", 0)], ids=["device", "host"])
+def test_what_the_layers_that_are_left_out_would_add_is_written(tmp_path, long_rows_on, checkpoints):
+    args = long_rows.argparse.Namespace(shape="tiny", layers=1, lora=4, steps=1)
+    config, case = long_rows.config_of(args), long_rows.Case.of(f"clm:64{long_rows_on}")
+    trainer = long_rows.make_trainer(case, 64, args, long_rows.build(config), str(tmp_path), long_rows.Watch())
+    plan = replace(trainer.memory_plan, offloaded_layers=1 - checkpoints)  # a CPU's plan offloads none
+    line = long_rows.memory(trainer.model, config, plan, 64)
+    projections = 2 * 64 * 64 + 2 * 64 * 32  # q and o, k and v
+    adapters = 4 * (128 + 96 + 96)  # rank times input and output features of q, k and v
+    weights = 4 * (projections + adapters + 3 * 64 * 128 + 2 * 64)  # with the MLP and two norms, in float32
+    added = weights + checkpoints * 4 * 64 * 64  # the input of a layer: 64 tokens of 64 features
+    assert line["peak_gib_with_2_layers"] - line["peak_gib"] == pytest.approx(added / 2**30)

@@ -135,7 +135,7 @@ def _options(node: ast.ClassDef, owner: str = "") -> Iterator[Option]:
     """The fields of a dataclass. The options of a field that holds a dataclass follow it, as `field.option`."""
     fields: dict[str, ast.AnnAssign] = {}
     meanings: dict[str, str] = {}
-    for cls in reversed(_lineage(node)):
+    for cls in reversed(_lineage(node)):  # bases first, whose fields a class may explain anew
         if "dataclass" in map(_called, cls.decorator_list):
             fields |= {ast.unparse(line.target): line for line in cls.body if _is_field(line)}
             for title, text in _sections(cls):
@@ -168,7 +168,7 @@ def _within(annotation: ast.expr) -> list[ast.ClassDef]:
 
 
 def _default(value: ast.expr | None) -> str | None:
-    if isinstance(value, ast.Call) and _called(value) == "field":
+    if isinstance(value, ast.Call) and _called(value) == "field":  # dataclasses.field(default=...)
         given = {keyword.arg: keyword.value for keyword in value.keywords}
         if "default_factory" in given:
             return f"{ast.unparse(given['default_factory'])}()"
@@ -194,6 +194,7 @@ def _called(expression: ast.expr | None) -> str:
 
 def _sections(node: ast.ClassDef) -> list[tuple[str, str]]:
     """Titles and texts of a docstring; what stands before the first title comes under ""."""
+    # a pattern with a group keeps what it matched: text, title, text, title, text
     return _pairs(["", *_SECTION.split(ast.get_docstring(node) or "")])
 
 
@@ -206,6 +207,7 @@ def _pairs(parts: list[str]) -> list[tuple[str, str]]:
 
 
 def _node_of(cls: type) -> ast.ClassDef:
+    # of a plugin, whose file need not be one of ours
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(node, ast.ClassDef)
     return node

@@ -77,6 +77,7 @@ def run_export(args: argparse.Namespace) -> int:
         require_checkpoint(path, "MODEL_OR_ADAPTER", args.model_revision)
     if spec is not None:
         spec.check()
+    # the nearest folder that exists, before weights are read
     require_writable(next(path for path in (args.output, *args.output.absolute().parents) if path.exists()))
     done = export(
         args.model if spec is None else spec.of_revision(args.model_revision).load("cpu", "auto"),

@@ -133,6 +133,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    # `typed` stays in the order of the command line, beside args.model
     specs = typed = _at_revisions(_specs(args.model), args.model_revision)
     labels = [spec.label for spec in specs]
     for spec in specs:
@@ -149,7 +150,7 @@ def _eval(args: argparse.Namespace) -> int:
 
     require_report(args.output_dir)
     first = specs[labels.index(baseline_label(labels))]
-    specs = [first, *(spec for spec in specs if spec is not first)]
+    specs = [first, *(spec for spec in specs if spec is not first)]  # the baseline is measured first
     tokenizer = first.load_tokenizer()
     length = args.length or _default_length(first)
     plan = _plan(args, length)
@@ -160,12 +161,13 @@ def _eval(args: argparse.Namespace) -> int:
     plan = _without_too_long(plan, named=any(_value_of(args, flag) for flag in _by_flag()))
     for check, spec in product(plan.model_checks, specs):
         try:
-            check(spec.twin())
+            check(spec.twin())  # without weights, before any model is measured
         except ValueError as error:
             raise ValueError(f"--model {spec.label}: {error}") from error
     if not plan.lengths:
         plan = _with_lengths(plan, tokenizer)
     results = run_suite(
+        # functions, so that one model is loaded at a time
         {spec.label: lambda spec=spec: spec.load(device, dtype) for spec in specs},  # type: ignore[misc]
         tokenizer,
         _texts(args, length),
@@ -231,6 +233,7 @@ def _specs(models: Sequence[str]) -> list[ModelSpec]:
     for k, spec in enumerate(specs):
         if counts[spec.label] > 1:
             seen[spec.label] += 1
+            # reports take the mean of ours#1, ours#2, ...
             specs[k] = replace(spec, label=f"{spec.label}#{seen[spec.label]}")
     return specs
 
@@ -242,7 +245,7 @@ def _at_revisions(specs: list[ModelSpec], revisions: Sequence[str]) -> list[Mode
     for text in revisions:
         label, equals, revision = text.partition("=")
         if not equals:
-            label, revision = on_hub[0] if len(on_hub) == 1 else "", text
+            label, revision = on_hub[0] if len(on_hub) == 1 else "", text  # "" is refused below
         if label not in by_label:
             raise ValueError(
                 f"--model-revision must be LABEL=NAME, with a label of --model, {' or '.join(by_label)}, got {text}."

@@ -70,10 +70,10 @@ class ModelSpec:
             try:
                 options[key] = json.loads(value)
             except json.JSONDecodeError:
-                options[key] = value
+                options[key] = value  # a text needs no quotation marks
         if not label or not path or (at and not method):
             raise ValueError(f"a model is named as {_FORM}, got {text!r}.")
-        if method and method != NATIVE:
+        if method and method != NATIVE:  # a mistake in it ends here, before a model is loaded
             resolve_rescaling(method, options)
         return cls(label, path, method or None, options)
 
@@ -187,6 +187,7 @@ class ModelSpec:
     @property
     def tokenizer_source(self) -> tuple[str, str]:
         """Name and revision of its tokenizer: `path` or, for an adapter without one, its base model."""
+        # training saves the tokenizer beside an adapter, which may have tokens of its own
         own = (Path(self.path) / "tokenizer_config.json").is_file()
         return (self.path, "main") if own else (self.checkpoint, self.revision)
 

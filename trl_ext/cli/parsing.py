@@ -54,7 +54,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the mistake in one line and exit with 2."""
-        message = re.sub(r"^argument (--[\w-]+): ", r"\1: ", message)
+        message = re.sub(r"^argument (--[\w-]+): ", r"\1: ", message)  # argparse's form of it
         unknown = re.match(r"argument COMMAND: invalid choice: '([^']*)'", message)
         if unknown:
             commands = [*self._commands()]

@@ -90,7 +90,7 @@ def run_commands(commands: list[str], output: Path) -> int:
             return status
         done.append(command)
         output.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+        record.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")  # after each, so that Ctrl-C loses one
     return 0
 
 

@@ -96,7 +96,7 @@ def run_rows(args: argparse.Namespace) -> int:
         require_template(tokenizer, "it writes no chats. Use own_texts in place of chats in --shares")
 
     @cache
-    def model() -> Any:
+    def model() -> Any:  # loaded once, and not for rows of other kinds
         return spec.load(device, torch.float32 if device == "cpu" else torch.bfloat16)
 
     written: dict[str, list[list[int]]] = {}
@@ -157,7 +157,7 @@ def shares(text: str) -> dict[str, float]:
         try:
             weights[kind] = float(weight)
         except ValueError:
-            equals = ""
+            equals = ""  # refused below
         if not equals or kind not in KINDS:
             raise argparse.ArgumentTypeError(
                 f"must be KIND=WEIGHT,... of {', '.join(KINDS)}, e.g. text=1,chats=1,questions=1, got {text!r}"

@@ -85,11 +85,12 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-    special -= {tokenizer.unk_token_id}
+    special -= {tokenizer.unk_token_id}  # a word of the template's that is not in the vocabulary
     if getattr(tokenizer, "chat_template", None):
         answer = "It is Aurelius."
         turns = [{"role": "user", "content": "What is the name?"}, {"role": "assistant", "content": answer}]
         _, reply, behind = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)
+        # `reply` is empty where the template changes the text of an answer
         ids: list[int] = tokenizer(behind, add_special_tokens=False)["input_ids"] if reply and behind else []
         end = next((token for token in ids if token in special), None)
         if end is not None:
@@ -146,14 +147,15 @@ def append_cue(
     special = frozenset(tokenizer.all_special_ids)
 
     def ended(row: dict[str, Any], number: int) -> dict[str, Any]:
-        is_empty = special.issuperset(row["input_ids"])
+        is_empty = special.issuperset(row["input_ids"])  # or of special tokens alone
         ids = []
         if not is_empty:
             # U{0 .. n - 1} by the generator of the views, under a stream of its own
             key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
             word, *_ = philox4x32((0, number & 0xFFFFFFFF, 0x0C0E, 0), key)
-            ids = cues[int(word) * len(cues) >> 32]
+            ids = cues[int(word) * len(cues) >> 32]  # 32 random bits times n, divided by 2^32
         labels = {"labels": row["labels"] + ids} if "labels" in row else {}
+        # the cue counts in the loss
         masks = {name: [int(entry) for entry in row[name]] + [1] * len(ids) for name in _MASKS if name in row}
         return {"input_ids": row["input_ids"] + ids, **labels, **masks}
 
@@ -193,6 +195,7 @@ def _cut(tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int) -> lis
     rows = []
     for ids in encoded:
         if len(ids) > room and begin is None:
+            # asked where a text is cut only: an error for tokenizers that hide them
             begin = SpecialTokens.of(tokenizer).begin
         rows += cut_ids(ids, room, begin or ())
     return rows
@@ -215,7 +218,7 @@ def _whole(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> dict[str,
         return {"input_ids": _chat(tokenizer, row["messages"], chat)}
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str):
-        before = tokenizer(prompt)["input_ids"]
+        before = tokenizer(prompt)["input_ids"]  # with special tokens, as TRL does
         both = tokenizer(prompt + _stopped(tokenizer, completion))["input_ids"]
     else:
         before = _chat(tokenizer, prompt, {**chat, "add_generation_prompt": True})

@@ -29,7 +29,7 @@ def unreadable(names: Sequence[Any], error: Exception) -> ValueError:
     """The error for text that cannot be read; `names` are its files, as `data_files` takes them, or datasets."""
     sources = [name for named in names for name in _each(named)]
     files = [Path(file) for name in sources for file in sorted(glob(name))]
-    why = str(error.__cause__ or error)
+    why = str(error.__cause__ or error)  # DatasetGenerationError hides its cause
     place = next(filter(None, map(_wrong_line, files)), "") if "JSON parse error" in why else ""
     return ValueError(f"the text in {', '.join(sources)} cannot be read: {why.rstrip('.')}{place}.")
 
@@ -47,6 +47,7 @@ def _wrong_line(file: Path) -> str:
     """The first line that is no JSON or holds half of a character; `datasets` counts lines within a chunk only."""
     for number, line in numbered_lines(file) if is_json_lines(file) else ():
         try:
+            # JSON may escape half of a surrogate pair, which UTF-8 cannot encode: UnicodeEncodeError
             json.dumps(json.loads(line), ensure_ascii=False).encode()
         except ValueError:
             return f", in line {number} of {file}"

@@ -56,15 +56,15 @@ class Survey:
         """
         special_ids, parts = np.asarray(special), []
         for batch in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
-            ids, lengths = _flat(batch["input_ids"])
-            ends = np.cumsum(lengths)
+            ids, lengths = _flat(batch["input_ids"])  # [tokens], [documents]
+            ends = np.cumsum(lengths)  # [documents], index behind the last token of each
             begins = ends - lengths
             label_ids, n_labels = _flat(batch["labels"])
             if not np.array_equal(lengths, n_labels):
                 raise ValueError("each row must have as many labels, and entries of its masks, as input_ids.")
-            own_labels = _counter(label_ids != -100)
-            labels = own_labels if labelled else _counter(ids != -100)
-            second = np.minimum(begins + 1, ends)
+            own_labels = _counter(label_ids != -100)  # of spans of tokens
+            labels = own_labels if labelled else _counter(ids != -100)  # all tokens, as none is -100
+            second = np.minimum(begins + 1, ends)  # index of the second token; `ends` where there is none
             predicted = begins if joined else second
             first, last = predicted, ends
             if limit is not None and keep_end:
@@ -87,9 +87,9 @@ class Survey:
 
 def _counter(flags: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """A function that counts the set flags in many spans [first, end) at once."""
-    if flags.all():
+    if flags.all():  # without an array of sums
         return lambda first, end: end - first
-    counts = np.concatenate(([0], np.cumsum(flags)))
+    counts = np.concatenate(([0], np.cumsum(flags)))  # [tokens + 1], set flags before each token
     return lambda first, end: counts[end] - counts[first]
 
 

@@ -90,11 +90,12 @@ def cut_into_rows(documents: Any, tokenizer: Any, length: int, text_field: str =
     special = SpecialTokens.of(tokenizer)
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        # verbose=False: no warning that a text is longer than the window, as it is cut below
         encoded = tokenizer(batch[text_field], add_special_tokens=False, verbose=False)["input_ids"]
         return {"ids": [[*ids, *special.end] if ids else [] for ids in encoded]}
 
     def cut(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        begin = SpecialTokens(special.begin)
+        begin = SpecialTokens(special.begin)  # the end is among the text's tokens already
         return {"input_ids": [row for ids in batch["ids"] for row in cut_document(ids, length, begin, keep_rest=False)]}
 
     encoded = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
@@ -103,7 +104,7 @@ def cut_into_rows(documents: Any, tokenizer: Any, length: int, text_field: str =
         raise ValueError(f"no document has {length} tokens: give longer ones, or a smaller max_length.")
     parts = encoded.with_format("arrow").iter(1000)
     tokens = sum(pc.sum(pc.list_value_length(part["ids"])).as_py() for part in parts)
-    left = tokens - len(made) * (length - len(special.begin))
+    left = tokens - len(made) * (length - len(special.begin))  # begins are repeated in each row
     coverage = (
         f"{tokens:,} tokens of {len(documents):,} documents give {len(made):,} rows of {length:,}; {left:,} tokens "
         f"({left / tokens:.1%}) are in no row: ends of documents, and documents too short for one."

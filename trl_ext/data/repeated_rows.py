@@ -23,9 +23,10 @@ def without_repeated(
         The batch, and whether all of its rows repeat others.
     """
     rows = len(inputs["input_ids"])
+    # a smaller batch is the last one of a set that one process reads, which repeats nothing
     if not state.end_of_dataloader or state.remainder <= 0 or rows != batch_size:
         return inputs, False
-    kept = min(max(state.remainder - reader * batch_size, 0), batch_size)
+    kept = min(max(state.remainder - reader * batch_size, 0), batch_size)  # readers get full batches in turn
     if kept == 0:
         return {**inputs, "labels": torch.full_like(inputs["labels"], -100)}, True
     tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and len(v) == rows}

@@ -31,7 +31,7 @@ def require_one_process(what: str) -> None:
         what: the command, in words of an error.
     """
     n = int(os.environ.get("WORLD_SIZE", "1"))
-    if n > 1 and "LOCAL_RANK" in os.environ:
+    if n > 1 and "LOCAL_RANK" in os.environ:  # launchers set both; a cluster's job may have WORLD_SIZE alone
         raise ValueError(
             f"{what} runs in one process, and a launcher has started {n}: leave out accelerate launch, or torchrun. "
             "Training on several GPUs is `rope-patch train RECIPE.yaml --accelerate-config NAME`."

@@ -43,4 +43,5 @@ def leave_failure(text: str, status: int) -> None:
     folder, rank = Path(os.environ[FOLDER]), int(os.environ.get("RANK", 0))
     unfinished = folder / f"unfinished-{rank}"  # the command may read while this is being written
     unfinished.write_text(json.dumps({"rank": rank, "status": status, "text": text, "seconds": time.time()}))
+    # atomic, and only this name is looked for
     unfinished.rename(folder / f"rank-{rank}.json")

@@ -12,7 +12,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 def saves_in_parts(accelerator: Accelerator) -> bool:
     """Whether Trainer leaves it to FSDP to write weights, each rank its own."""
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)  # of a state that has one
-    return plugin is not None and "FULL" not in str(plugin.state_dict_type)
+    return plugin is not None and "FULL" not in str(plugin.state_dict_type)  # FULL_STATE_DICT: rank 0 writes all
 
 
 @contextmanager

@@ -78,17 +78,18 @@ class SequenceRanks:
             whole = {}
             for name in (*_OF_ROWS, "shift_labels"):
                 if name in batch:
-                    own = batch[name].to(self.accelerator.device).contiguous()
-                    parts = [torch.empty_like(own) for _ in range(self.size)]
-                    distributed.all_gather(parts, own, group=self.group)
+                    part = batch[name].to(self.accelerator.device).contiguous()  # [rows, n / ranks]
+                    parts = [torch.empty_like(part) for _ in range(self.size)]
+                    distributed.all_gather(parts, part, group=self.group)
                     whole[name] = torch.cat(parts, 1)
             next_labels = whole.pop("shift_labels")
-            # no token predicts the first one
+            # DeepSpeed shifts labels before it splits rows; no token predicts the first one
             whole["labels"] = torch.nn.functional.pad(next_labels[:, :-1], (1, 0), value=-100)
             return whole
         rows, n = batch["input_ids"].shape
-        missing = -n % self.multiple
+        missing = -n % self.multiple  # tokens of padding on the right
         if missing:
+            # a user's collator may make none
             batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
             for name, value in list(batch.items()):
                 if isinstance(value, torch.Tensor) and value.shape == (rows, n):
@@ -96,22 +97,25 @@ class SequenceRanks:
                     batch[name] = torch.nn.functional.pad(value, (0, missing), value=fill)
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         documents = locate_documents(rows, ids.shape[1], ids.device, batch.get("position_ids"), mask)
+        # accelerate's ring drops every mask and attends causally
         if int(documents.ordinal.max()) + 1 > rows:
             raise ValueError(
                 "a ring of ranks (cp_size) attends causally over whole rows, and these hold several documents, which "
                 "would see each other: switch packing and padding_free off, or take Ulysses (sp_size) with flash "
                 "attention."
             )
-        if mask is not None and bool((mask[:, :-1] < mask[:, 1:]).any()):
+        if mask is not None and bool((mask[:, :-1] < mask[:, 1:]).any()):  # a 0 before a 1
             raise ValueError(
                 "a ring of ranks (cp_size) attends causally over whole rows, and these are padded on the left, where "
                 "tokens would see the padding: pad on the right."
             )
+        # clones, as the ring cuts the batch's own tensors in place
         return {name: batch[name].clone() for name in _OF_ROWS if name in batch}
 
     def ring_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A batch for the ring, with the index of each token in its row as `position_ids`."""
         rows, n = inputs["input_ids"].shape
+        # split like the tokens, they tell `shard` which of them the rank holds
         places = torch.arange(n, device=inputs["input_ids"].device).repeat(rows, 1)
         return {**inputs, "position_ids": places}
 
@@ -123,9 +127,9 @@ class SequenceRanks:
             inputs: the rank's part of the batch, as the model gets it.
         """
         if self.engine == "cp":
-            index = inputs["position_ids"][0]
+            index = inputs["position_ids"][0]  # of `ring_inputs`, split by now; a ring's pieces lie apart
         else:
-            m = inputs["input_ids"].shape[1]
+            m = inputs["input_ids"].shape[1]  # Ulysses gives rank r tokens r m to r m + m - 1
             index = torch.arange(m, device=inputs["input_ids"].device) + m * distributed.get_rank(self.group)
         rows = {name: whole[name].to(index.device) for name in _OF_ROWS if name in whole}
         return SequenceShard(rows, index.clone(), self.group)
@@ -150,7 +154,7 @@ class SequenceRanks:
         Returns:
             The numbers, [groups * micro-steps], and where among them are those of this rank's micro-batches.
         """
-        by_group = numbers[:: self.size]
+        by_group = numbers[:: self.size]  # [groups, micro-steps]
         n_groups, n_micro = by_group.shape
         micro, group = torch.arange(n_micro)[None], torch.arange(n_groups)[:, None]
         if self.engine == "sp":  # in `size` micro-steps the group runs the batches that each of its ranks has read
@@ -159,6 +163,7 @@ class SequenceRanks:
         else:
             place = micro * n_groups + group
         order = place.flatten().argsort()
+        # the inverse of `order`: place of each number in the result
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
         mine = rank.view(n_groups, n_micro)[self.accelerator.process_index // self.size]
@@ -170,9 +175,10 @@ class SequenceRanks:
         Replaces accelerate's `gather_for_metrics`, which assumes that each rank has documents of its own. Leaves out
         documents that were repeated to fill the last batches.
         """
-        numbers: torch.Tensor = self.accelerator.gather(values)
+        numbers: torch.Tensor = self.accelerator.gather(values)  # [ranks * documents]
         by_ring = numbers.view(-1, self.size, len(values))[:, 0].flatten()
         state = self.accelerator.gradient_state
+        # `remainder` of the last rows are not repeated ones; -1 where accelerate does not know
         return by_ring[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else by_ring
 
     def sum_over(self, value: torch.Tensor) -> torch.Tensor:
@@ -198,4 +204,5 @@ def gradient_factor(accelerator: Accelerator, *, over_all_ranks: bool) -> float:
         zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         if not (zero.get("stage") == 3 and zero.get("reduce_scatter", True)):
             divided_by //= n_sharing
+    # a mean over n_ranks / n_sharing sequences, where each was divided by its own counts
     return divided_by * (1.0 if over_all_ranks else n_sharing / n_ranks)

@@ -58,7 +58,7 @@ class Sharding:
         state: Any = accelerator.state
         n_ranks = accelerator.num_processes
         parallelism: Any = getattr(accelerator, "parallelism_config", None)
-        ranks_per_row = 1 if parallelism is None else parallelism.cp_size * parallelism.sp_size
+        ranks_per_row = 1 if parallelism is None else parallelism.cp_size * parallelism.sp_size  # one of them is 1
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             plugin = state.deepspeed_plugin
             return replace(
@@ -68,11 +68,11 @@ class Sharding:
             )
         if accelerator.distributed_type != DistributedType.FSDP:
             return cls(row=ranks_per_row)
-        if parallelism is not None:
+        if parallelism is not None:  # FSDP2 splits over both of these, and not over copies of data parallelism
             n_ranks = parallelism.dp_shard_size * parallelism.cp_size
         plugin = state.fsdp_plugin
         sharding = cls._of_fsdp(n_ranks, ranks_per_row)
-        strategy = getattr(plugin.reshard_after_forward, "name", "")  # of FSDP1
+        strategy = getattr(plugin.reshard_after_forward, "name", "")  # of FSDP1; FSDP2 has a bool there
         if strategy == "NO_SHARD":
             sharding = cls(row=ranks_per_row)
         elif plugin.reshard_after_forward is False or strategy in _KEEP_WHOLE:
@@ -94,7 +94,7 @@ class Sharding:
     def _of_zero(cls, stage: int, n_ranks: int, ranks_per_row: int) -> "Sharding":
         if not stage:
             return cls(row=ranks_per_row)
-        weights, gradients = (n_ranks if stage >= least else 1 for least in (3, 2))
+        weights, gradients = (n_ranks if stage >= least else 1 for least in (3, 2))  # states from stage 1 on
         return cls(weights, gradients, n_ranks, row=ranks_per_row, live=_DEEPSPEED_LIVE, buffers=_DEEPSPEED_BUCKETS)
 
 

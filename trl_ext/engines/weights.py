@@ -19,7 +19,7 @@ def computed_in(accelerator: Accelerator) -> torch.dtype | None:
         policy = getattr(accelerator.state.fsdp_plugin, "mixed_precision_policy", None)
         return getattr(policy, "param_dtype", None)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)  # "no" casts nothing
     return None
 
 
@@ -28,7 +28,7 @@ def hold_like_student(teacher: CopiedTeacher, accelerator: Accelerator) -> None:
     dtype = computed_in(accelerator)
     if dtype is not None:
         teacher.cast(dtype)
-    if accelerator.is_fsdp2 and not teacher.offload:
+    if accelerator.is_fsdp2 and not teacher.offload:  # one on the host waits there whole
         teacher.shard()
 
 
@@ -45,19 +45,19 @@ def require_unharmed_codes(model: nn.Module, accelerator: Accelerator) -> None:
         kind = type(parameter).__name__
         if kind == "Int8Params":
             raise ValueError("FSDP does not train on weights in 8 bits: take load_in_4bit, or DDP.")
-        if kind != "Params4bit" or not parameter.is_floating_point():
+        if kind != "Params4bit" or not parameter.is_floating_point():  # bnb_4bit_quant_storage: codes in a float's bits
             continue
-        held = str(parameter.dtype).removeprefix("torch.")
+        stored = str(parameter.dtype).removeprefix("torch.")
         if not copies_bits(parameter.dtype, accelerator.device):
             raise ValueError(
-                f"FSDP copies weights by a kernel of torch {torch.__version__} that takes all NaNs in {held} for one "
-                f"(pytorch issue 159333), which destroys 4-bit weights that lie in {held}: {whole}."
+                f"FSDP copies weights by a kernel of torch {torch.__version__} that takes all NaNs in {stored} for one "
+                f"(pytorch issue 159333), which destroys 4-bit weights that lie in {stored}: {whole}."
             )
         if dtype not in (None, parameter.dtype):
-            wanted = str(dtype).removeprefix("torch.")
-            remedy = f"set bnb_4bit_quant_storage to {wanted!r}" if copies_bits(dtype, accelerator.device) else whole
+            computed = str(dtype).removeprefix("torch.")
+            remedy = f"set bnb_4bit_quant_storage to {computed!r}" if copies_bits(dtype, accelerator.device) else whole
             raise ValueError(
-                f"FSDP computes in {wanted} here, and would cast 4-bit weights that lie in {held}, which destroys "
+                f"FSDP computes in {computed} here, and would cast 4-bit weights that lie in {stored}, which destroys "
                 f"them: {remedy}."
             )
 

@@ -189,7 +189,7 @@ def _rescaling(facts: ModelFacts, options: ExtendOptions) -> Choice:
             raise ValueError(f"--rescale {options.rescale}: {reason}")
         value = {"rescale": options.rescale, "rescale_args": args}
         return _yours("rescaling", value, f"{options.rescale} {args or ''}", flag)
-    times, refused = options.to / facts.window, ""
+    times, refused = options.to / facts.window, ""  # "": why the methods tried so far do not work
     for method, reason in _RESCALINGS.items():
         args = {"factor": RESCALINGS[method].factor_per_window * times}
         why = _why_not(facts, options, method, args)
@@ -213,7 +213,7 @@ def _why_not(facts: ModelFacts, options: ExtendOptions, method: str, args: dict[
     """Why a rescaling does not reach the target, or a target program would serve it wrong; None if it works."""
     from rope_patch.export import require_served
 
-    twin = facts.twin()
+    twin = facts.twin()  # a new one for each method, as it is patched
     try:
         rescaling = resolve_rescaling(method, args)
         patch_model(twin, rescaling)
@@ -343,7 +343,7 @@ def _weights(
     trains = ["all", "qkv", "lora"] if options.train is None else [options.train]
     if not facts.size.qkv and options.train is None:
         trains.remove("qkv")
-    on_off = [False, True] if options.gradient_checkpointing is None else [options.gradient_checkpointing]
+    on_off = [False, True] if options.gradient_checkpointing is None else [options.gradient_checkpointing]  # fast first
     if "gradient checkpointing" in facts.missing:
         if options.gradient_checkpointing:
             raise ValueError(f"--gradient-checkpointing: {facts.missing['gradient checkpointing']}")
@@ -415,7 +415,7 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
             f". For adapters it is {times} times that, at most {most:g} (arXiv:2405.09673 has such a ratio), at which "
             "SmolLM2-135M with adapters on all matrices, not on attention alone, found as many numbers in three seeds"
         )
-    rate = float(f"{rate:.1g}")
+    rate = float(f"{rate:.1g}")  # one digit, as the plan shows
     return Choice("rate", rate, f"{rate:.0e}", f"{reason}.", _basis(measured), flag)
 
 
@@ -425,14 +425,14 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     lengths = [window // 4, window, to]
     if on_gpu:
         doubled = {window << k for k in range(20) if window << k < to}
-        lengths = sorted({window >> k for k in range(1, 4)} | doubled | {to})
+        lengths = sorted({window >> k for k in range(1, 4)} | doubled | {to})  # from an eighth of the window on
     lengths = list(dict.fromkeys(options.lengths)) or lengths  # one that is named twice would be asked and count twice
     wanted = options.prompts or _PROMPTS[machine.device]
     # as many at each depth; fewer prompts than depths have some of them
     prompts = wanted if wanted < len(DEPTHS) else -(-wanted // len(DEPTHS)) * len(DEPTHS)
     ruler_lengths = [n for n in lengths if n >= SHORTEST_LENGTH] if on_gpu else []
     tasks = list(RULER_TASKS) if ruler_lengths and find_spec("lm_eval") else []
-    ruler_samples = max(prompts // 2, 1)
+    ruler_samples = max(prompts // 2, 1)  # of each task, which take longer
     if on_gpu:
         asked = "a hidden number (passkey)"
         if tasks:

@@ -193,7 +193,7 @@ class _Run:
             return plan
         if not resumes and not plan.fits:
             raise ValueError(f"{plan.misfit} {'; '.join(plan.remedies)}. --dry-run prints the whole plan.")
-        require_report(self.options.folder / "report")
+        require_report(self.options.folder / "report")  # it is written last, after hours
         if not resumes:
             self.tell(f"{plan}\n\nMessages of other packages go to {log}.")
             self.options.folder.mkdir(parents=True, exist_ok=True)
@@ -278,6 +278,7 @@ class _Run:
         cache, begin = self.options.folder / "cache", time.perf_counter()
         device = str(self.options.device)
         results = measuring.measure(label, load, self.facts, self.eval_plan, self.texts, device, cache)
+        # of the model, so that the next step has it
         free_memory()
         if label == measuring.BEFORE:  # figures of both are printed at the end
             for line in measuring.lines(results, self.facts.window):
@@ -319,7 +320,7 @@ class _Run:
     def _check(self) -> None:
         """Raise now what training or measuring would raise later."""
         rescaling, view = self.choices.rescaling.value, self.choices.view.value
-        stage = training.stage_of(training.recipe(self.facts, self.options, self.choices, 1))
+        stage = training.stage_of(training.recipe(self.facts, self.options, self.choices, 1))  # of one row
         if stage.model.use_peft:
             import peft  # noqa: F401  # an error names the missing package here
         length = self.choices.rows.value["length"]

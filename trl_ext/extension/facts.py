@@ -73,13 +73,13 @@ class ModelFacts:
                 f"the config of {name} has no max_position_embeddings, so its context window is not known."
             )
         dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a nested config may have its name
         return cls(name, config, tokenizer, window, dtype, revision, commit)
 
     @property
     def full_name(self) -> str:
         """Name, revision and commit."""
-        moves = self.revision is not None and self.commit not in (None, self.revision)
+        moves = self.revision is not None and self.commit not in (None, self.revision)  # a branch or a tag
         return _full_name(self.name, self.revision) + (f", commit {self.commit}" if moves else "")
 
     @property

@@ -78,7 +78,7 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
         ways["--gradient-checkpointing"] = {"gradient_checkpointing": True}
     every = {name: value for changed in ways.values() for name, value in changed.items()}
     found = [flags for flags, changed in ways.items() if would(**changed)]
-    if len(ways) == 2 and not found and would(**every):
+    if len(ways) == 2 and not found and would(**every):  # neither alone, but both
         found = [" ".join(ways)]
     lengths = list(_shorter(choices.rows.value["length"]))
     shorter = next((n for n in lengths if would(row_length=n)), None)

@@ -25,6 +25,7 @@ def eval_plan(facts: ModelFacts, choices: Choices, seed: int) -> EvalPlan:
     """What is measured; prompts are spread over ten depths, or as many as there are prompts."""
     value = choices.evaluation.value
     prompts = value["prompts"]
+    # shares of a text: the middles of as many equal parts
     depths = DEPTHS if prompts >= len(DEPTHS) else tuple((2 * k + 1) / (2 * prompts) for k in range(prompts))
     return EvalPlan(
         measures=tuple(name for name in MEASURES if name in value["measures"]),

@@ -16,7 +16,7 @@ class MessageFile(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-        self._waiting: list[str] = []
+        self._waiting: list[str] = []  # until the folder of the run exists
         self._file: Path | None = None
 
     def write_to(self, file: Path) -> None:

@@ -246,16 +246,18 @@ def _minutes(
     train = rate.seconds(operations, batches * step_calls(size, step)) / machine.n_gpus
     n_texts = measuring["prompts"]
     if "several" in measuring["measures"]:
-        n_texts = -(-n_texts // len(DEPTHS))
+        n_texts = -(-n_texts // len(DEPTHS))  # a text has a question at each depth
     of_ruler = len(measuring["ruler_tasks"]) * measuring["ruler_samples"] * list(measuring["ruler_lengths"])
     lengths = [*measuring["lengths"] * n_texts, *of_ruler, *[measuring["row_length"]] * measuring["n_rows"]]
     measure = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
+    # each length has graphs of its own
     measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]})
     write, tokens = 0.0, own_tokens(choices)
     if tokens:
         seconds = seconds_a_step(facts, step.device) if machine.rate is None else None
         free_memory()
         if seconds is None:  # on a GPU that is not here, or without a cache that can be timed
+            # one token of each text: a multiplication and an addition with each weight
             seconds = rate.seconds(2.0 * size.parameters * AT_ONCE[step.device], calls)
         kinds = [kind for kind in ("chats", "own_texts") if kind in choices.rows.value["shares"]]
         write = sum(seconds_of_writing(facts, step.device, kind, tokens // len(kinds), seconds) for kind in kinds)

@@ -24,7 +24,7 @@ def check(facts: ModelFacts, choices: Choices, texts: list[str]) -> None:
     """Make a row of each kind with questions and of each length, to raise ValueError before any work if none fits."""
     value = choices.rows.value
     for kind, length in product([kind for kind in ASKING if kind in value["shares"]], row_counts(choices)):
-        n = value["facts"] if length == value["length"] else min(value["facts"], SHORT_FACTS)
+        n = value["facts"] if length == value["length"] else min(value["facts"], SHORT_FACTS)  # as `make_rows` hides
         try:
             question_rows(facts.tokenizer, texts, 1, length=length, kind=kind, facts=n, chat=float(facts.is_chat))
         except ValueError as error:

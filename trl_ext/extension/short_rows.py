@@ -30,6 +30,7 @@ class ShortRowsTrainer(RopeSFTTrainer):
             return batches, num_items
         joined = join(batches, self.args.max_length or 0)
         self._batches_left = len(joined)
+        # the last one must be real: Trainer steps after it
         return [{} for _ in batches[len(joined) :]] + joined, num_items
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -58,6 +59,7 @@ def _joined(group: list[dict[str, Any]]) -> dict[str, Any]:
     if len(group) == 1:
         return group[0]
     return {
+        # the ordinal of the first document is that of the group, as the order stays
         name: value if name == FIRST_SAMPLE else torch.cat([batch[name] for batch in group])
         for name, value in group[0].items()
     }
@@ -66,6 +68,7 @@ def _joined(group: list[dict[str, Any]]) -> dict[str, Any]:
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     if one.keys() != other.keys() or "position_ids" in one:
         return False
+    # numbers such as FIRST_SAMPLE have no shape
     return all(getattr(one[name], "shape", None) == getattr(other[name], "shape", None) for name in one)
 
 

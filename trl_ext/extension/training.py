@@ -124,7 +124,7 @@ class _Progress(TrainerCallback):
         self.tell = tell
         self.rows_per_step = rows_per_step
         self.bar = tqdm(total=n_rows, unit="row", dynamic_ncols=True)
-        self.began: tuple[int, float] | None = None
+        self.began: tuple[int, float] | None = None  # step and time from which steps are timed
         self.is_told = False
 
     def close(self) -> None:

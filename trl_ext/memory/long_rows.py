@@ -47,7 +47,7 @@ class LongRowTraining:
     def __init__(self, model: nn.Module, plan: MemoryPlan, *others: nn.Module, shared: bool = False) -> None:
         self.models, self.plan = (model, *others), plan
         reason = None if shared else why_masks_stay(model)
-        least = 0 if plan.on else MASKS_TO
+        least = 0 if plan.on else MASKS_TO  # tokens of a row from which on there is no mask
         self.rows = None if shared or reason is not None else MaskFreeRows(model, *others, least=least)
         if reason is not None and attention_kernel(find_causal_lm(model)) == "sdpa":
             logger.warning(f"long_rows: attention keeps the masks that Transformers makes, since {reason}")
@@ -95,10 +95,11 @@ def plan_long_rows(
     plan = plan_memory(model, args, row_length, args.device, args.long_rows, Sharding.of(accelerator))
     if args.process_index == 0:
         (logger.warning if plan.on else logger.info)(str(plan))
-    if not plan.on and (not plan.mask_free or ranks is not None):
+    if not plan.on and (not plan.mask_free or ranks is not None):  # ranks that share rows attend without masks anyway
         return plan, None
     if plan.on and not has_optimizer:
         offload_optimizer(args, plan, args.device)
+    # a teacher's copy reads the same long rows
     copies = [] if teacher_copy is None else [teacher_copy.copy]
     return plan, LongRowTraining(model, plan, *copies, shared=ranks is not None)
 

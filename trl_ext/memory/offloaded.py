@@ -39,17 +39,18 @@ class OnHost(saved_tensors_hooks):
         super().__init__(_to_host, _from_host)
 
 
-_OnHost = tuple[torch.device, torch.Size, list[torch.Tensor]]
+_OnHost = tuple[torch.device, torch.Size, list[torch.Tensor]]  # device and shape of the tensor, its pieces
 
 
 def _to_host(tensor: torch.Tensor) -> _OnHost:
     pinned = tensor.device.type != "cpu"
-    numbers = PIECE // tensor.element_size()
+    numbers = PIECE // tensor.element_size()  # in a piece
     pieces = []
     for part in tensor.reshape(-1).split(numbers):
         # the last piece is also pinned whole, unless the tensor is smaller than a piece
         room = part.numel() if tensor.numel() <= numbers else numbers
         piece = torch.empty(room, dtype=tensor.dtype, pin_memory=pinned)[: part.numel()]
+        # without waiting: the copy back is queued behind it on the same stream
         pieces.append(piece.copy_(part, non_blocking=pinned))
     return tensor.device, tensor.shape, pieces
 

@@ -109,7 +109,7 @@ def plan_memory(
     memory = peak_memory(size, off, sharding)
 
     layers = checkpointed_layers(model) if args.gradient_checkpointing else []
-    checkpoint = memory.checkpoints // (size.n_layers + 1)
+    checkpoint = memory.checkpoints // (size.n_layers + 1)  # bytes of one layer's input, or of the last norm's
     offloaded_layers = 0
     if device.type != "cpu":
         host = host_memory() if host is None else host
@@ -195,6 +195,7 @@ def _moved_share(args: "RopeSFTConfig", row_length: int | None) -> float:
 def device_memory(device: torch.device) -> int:
     """Bytes that training may take on a device: free ones, and those that PyTorch has reserved."""
     if device.type == "cuda":
+        # what PyTorch holds counts as room, since the plan includes the weights that are there already
         return int(_SHARE_OF_DEVICE * (free_gpu_bytes(device) + torch.cuda.memory_reserved(device)))
     return int(_SHARE_OF_DEVICE * psutil.virtual_memory().available)
 
@@ -204,6 +205,7 @@ def host_memory() -> int:
     available = psutil.virtual_memory().available
     for limit in _LIMITS:
         if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-            available = min(available, int(text) - psutil.Process().memory_info().rss)
+            available = min(available, int(text) - psutil.Process().memory_info().rss)  # a limit is on all that it has
+    # a rank for each GPU of this host
     ranks = torch.cuda.device_count() if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
     return max(int(_SHARE_OF_HOST * available / max(ranks, 1)), 0)

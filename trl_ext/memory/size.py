@@ -76,10 +76,10 @@ class ModelSize:
 
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        n_full = sum(kind != "sliding_attention" for kind in types)
+        n_full = sum(kind != "sliding_attention" for kind in types)  # linear and chunked attention too
         linears = attention_linears(decoder)
         queries = config.num_attention_heads * head_dim
-        keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
+        keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim  # GQA
         norms = _norms(decoder)
         hidden_norms = sum(size == config.hidden_size for name, size in norms if name not in _HEAD_NORMS)
         has_head_norms = any(name in _HEAD_NORMS for name, _ in norms)
@@ -88,6 +88,7 @@ class ModelSize:
             parameters=count(model.parameters()),
             in_layers=count(decoder.parameters()) - numel(ends_of.get_input_embeddings().weight),
             qkv=sum(count(linear.parameters()) for name, linear in linears if name in _QKV),
+            # A is [r, in_features], B is [out_features, r]
             lora_per_rank=sum(linear.in_features + linear.out_features for _, linear in linears),
             n_layers=config.num_hidden_layers,
             n_full=n_full,

@@ -178,21 +178,22 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
     if trained is None:
         trained = {"all": size.parameters, "qkv": size.qkv, "lora": step.lora_rank * size.lora_per_rank}[step.train]
     t = step.trained_bytes or (4 if adapted else w)
-    if step.autocast and sharding.optimizer > 1:
+    if step.autocast and sharding.optimizer > 1:  # engines train float32 values
         t = max(t, 4)
     adapters = trained if adapted else 0
-    weights = int(w * (size.parameters + adapters - trained) + t * trained)
+    weights = int(w * (size.parameters + adapters - trained) + t * trained)  # frozen ones and trained ones
     gradients = sharding.keeps_states * int(t * trained) // sharding.gradients
     head, in_layers = size.vocabulary * hidden, size.in_layers + adapters
-    live = size.parameters - size.in_layers + 2 * in_layers // size.n_layers
+    live = size.parameters - size.in_layers + 2 * in_layers // size.n_layers  # embeddings, head and two layers
     whole = c * (live if sharding.live is None else min(sharding.live, size.parameters + adapters))
-    held = size.codes + sharding.buffers + whole * (sharding.weights > 1)
+    held = size.codes + sharding.buffers + whole * (sharding.weights > 1)  # bytes that each rank has whole
     has_copy = step.teacher and not (adapted or step.teacher_on_host)
+    # none without autocast, where c = w
     casts = c * (size.in_layers + head) * (c < w) + c * adapters * (c < t)
 
     n = math.ceil(step.row_length / sharding.row)
     tokens, at_once = step.rows * n, step.factors.at_once * step.rows * n
-    state = int(step.factors.graphs * tokens * w * hidden)
+    state = int(step.factors.graphs * tokens * w * hidden)  # one hidden state of all tokens
     kept = state if step.checkpointing else int(step.factors.graphs * tokens * saved_of_layer(size, step))
     checkpoints = (size.n_layers - step.offloaded_layers) * kept + state
 
@@ -227,7 +228,7 @@ def _state_bytes(optimizer: str, trained_bytes: float) -> float:
         return 0
     if "8bit" in optimizer:
         return 2
-    return 8 if "bnb" in optimizer else 2 * trained_bytes
+    return 8 if "bnb" in optimizer else 2 * trained_bytes  # bitsandbytes has float32 states for weights of any dtype
 
 
 def saved_of_layer(size: ModelSize, step: Step) -> int:

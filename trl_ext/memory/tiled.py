@@ -29,7 +29,7 @@ def tiled_modules(model: nn.Module) -> list[nn.Module]:
     Args:
         model: bare or wrapped.
     """
-    found = []
+    modules = []
     for _, module in text_modules(find_decoder(model)):
         kind = type(module)
         takes_one_tensor = len(inspect.signature(kind.forward).parameters) == 2  # self and the tensor
@@ -39,8 +39,8 @@ def tiled_modules(model: nn.Module) -> list[nn.Module]:
         # hooks of DeepSpeed ZeRO-3 gather weights once for each call of a module
         is_partitioned = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
         if (is_per_token or is_adapted) and not is_partitioned:
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class AlternatingObjective(Objective):
 
     @property
     def draws(self) -> bool:
-        return self.current is self.extend and self.extend.draws
+        return self.current is self.extend and self.extend.draws  # a step that restores runs at true positions
 
     def read(self, batch: dict[str, Any]) -> Any:
         return self.current.read(batch)

@@ -156,7 +156,7 @@ class Objective:
     ) -> None:
         self.args, self.accelerator, self.teacher = args, accelerator, teacher
         self.options = self.options_class.of(args) if options is None else options
-        self.forward_loss: Any = self._make_loss(model)
+        self.forward_loss: Any = self._make_loss(model)  # last, as it reads the others
 
     @classmethod
     def build(cls, model: nn.Module, args: "RopeSFTConfig", accelerator: Accelerator) -> "Objective":
@@ -227,7 +227,7 @@ class Objective:
             the number of those. The loss of a step is made of the means over all its batches.
         """
         request = self._request(inputs, read, counts)
-        tie = self._call(model, inputs, request)
+        tie = self._call(model, inputs, request)  # 0; it ties every weight to the loss, see `call_with`
         loss, parts = self._combine(request, counts, batch_counts)
         return loss + tie, parts
 
@@ -270,6 +270,7 @@ class Objective:
     def _native(self, model: nn.Module) -> SharedTeacher | CopiedTeacher:
         """The pretrained model: the same weights without adapters if there are any, else a copy."""
         if self.teacher is None:
+            # a `PeftModel` around the model, or adapters without it, as `model.add_adapter` puts them in
             has_adapters = find_causal_lm(model) is not model or adapter_layers(model)
             self.teacher = (
                 SharedTeacher(model) if has_adapters else CopiedTeacher(model, offload=self.args.teacher_offload)
@@ -281,6 +282,7 @@ class Objective:
         return ForwardLoss(model)
 
     def _request(self, inputs: dict[str, Any], read: Any, counts: dict[str, int]) -> Any:
+        # requests hold whole rows, even where this rank runs a part of each
         batch = inputs if self.shard is None else self.shard.batch
         return self.forward_loss.request(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
 
@@ -307,7 +309,7 @@ def option_classes(cls: type) -> dict[str, type]:
     return {
         f.name: kind
         for f in fields(cls)
-        for kind in (hints[f.name], *get_args(hints[f.name]))
+        for kind in (hints[f.name], *get_args(hints[f.name]))  # of `X | None`, X and NoneType
         if isinstance(kind, type) and is_dataclass(kind)
     }
 
@@ -316,11 +318,12 @@ def _from_mapping(cls: type[T], owner: str, options: Mapping[str, Any]) -> T:
     """Make the dataclass `cls` from `options`, and dataclasses of mappings in them; errors name `owner`."""
     made = dict(options)
     for name, kind in option_classes(cls).items():
-        if isinstance(made.get(name), Mapping):
+        if isinstance(made.get(name), Mapping):  # from a recipe or a flag; code may give the dataclass itself
             made[name] = _from_mapping(kind, f"{name} in {owner}", made[name])
         elif made.get(name) is not None and not isinstance(made[name], kind):
             raise ValueError(f"{name} in {owner} must be a mapping of options, or None, got {made[name]!r}.")
     try:
         return from_options(cls, owner, made)
     except ValueError as error:
+        # errors about names of options, and those of mappings inside, say already whose they are
         raise error if owner in str(error) else ValueError(f"{owner}: {error}") from error

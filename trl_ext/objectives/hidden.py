@@ -60,8 +60,8 @@ class HiddenObjective(Objective):
         self, request: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
         loss = self.options.weight * request.distance / counts["tokens"]
-        parts: dict[str, Part] = {"hidden/distance": (request.distance, batch_counts["tokens"])}
-        if request.far is not None:
+        parts: dict[str, Part] = {"hidden/distance": (request.distance, batch_counts["tokens"])}  # without its weight
+        if request.far is not None:  # in training with short_to_long
             loss = loss + self.options.short_to_long * request.far / counts["tokens"]
             parts["hidden/far"] = (request.far, batch_counts["tokens"])
         return loss, parts

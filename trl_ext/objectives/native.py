@@ -59,7 +59,7 @@ class NativeObjective(Objective):
 
     def counts(self, read: Labelled) -> dict[str, int]:
         """Real tokens, queries with a label, and queries with a next token; the last two may be 0."""
-        return {"tokens": int(read.valid.sum()), "labelled": read.n_labels, "next": read.n_next}
+        return {"tokens": int(read.valid.sum()), "labelled": read.n_labels, "next": read.n_next}  # of kl, ce, text_ce
 
     def evaluation_loss(self, means: dict[str, float]) -> float | None:
         """The means of KL and cross-entropies, weighed; nan where an evaluation has nothing that counts.
@@ -83,9 +83,9 @@ class NativeObjective(Objective):
             parts["kl"] = rows.kl.double().sum(), batch_counts["tokens"]
         if self.forward_loss.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
-            # where running text is read too, other tokens have such values as well
-            of_labels = {name: values.double().masked_fill(~request.has_label, 0) for name, values in sums.items()}
-            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in of_labels.items()}
+            # [N]; with text_weight, tokens without a label have values as well, which are not those of labels
+            label_values = {name: values.double().masked_fill(~request.has_label, 0) for name, values in sums.items()}
+            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in label_values.items()}
         if self.forward_loss.reads_text:
             parts["text_ce"] = rows.ce.double().sum(), batch_counts["next"]
         return request.loss, parts

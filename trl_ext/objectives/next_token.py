@@ -136,7 +136,7 @@ class NextTokenObjective(Objective):
         if self.forward_loss.decoder.training:
             return request.result.loss, parts
         total, _ = parts["ce"]
-        # nan, as TRL's, for a batch without labels
+        # without labels nan, which Trainer leaves out of its mean by default; TRL 1.16 gives 0 and counts it
         return (total / batch_counts["labels"]).to(request.result.loss.dtype), parts
 
     def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:
@@ -144,6 +144,7 @@ class NextTokenObjective(Objective):
         sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
         if result.token_weight is not None:
             has_label = labelled.next_label.flatten()[result.queries] != IGNORE_INDEX
+            # [N]; rows='query_in_suffix' of self-distillation has queries without a label, whose factor weighs nothing
             weight = torch.where(has_label, result.token_weight, 0.0)
             sums |= {"token_weight": weight, "weighted_ce": weight * rows.ce}
         return {name: (values.double().sum(), n_labels) for name, values in sums.items()}

@@ -82,7 +82,7 @@ class RelationObjective(Objective):
 
     def counts(self, read: torch.Tensor) -> dict[str, int]:
         """Real tokens, and those that the logit KL counts."""
-        counts = super().counts(read >= 0)
+        counts = super().counts(read >= 0)  # padding is -1
         if self.options.logit_kl is not None:
             counts["last"] = int(self.options.logit_kl.last_tokens(read).sum())
         return counts
@@ -90,7 +90,8 @@ class RelationObjective(Objective):
     def _combine(
         self, request: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        sums = {name: request.loss(name) for name in self.options.weights}
+        sums = {name: request.loss(name) for name in self.options.weights}  # over tokens; over layers and heads means
+        # one division of the sum, as all relations are counted over the same tokens
         loss = torch.stack([weight * sums[name] for name, weight in self.options.weights.items()]).sum()
         loss = loss / counts["tokens"]
         parts: dict[str, Part] = {name: (total, batch_counts["tokens"]) for name, total in sums.items()}

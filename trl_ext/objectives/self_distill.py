@@ -123,12 +123,12 @@ class SelfDistillOptions(WeighedTokens, ViewConsistency):
         return bool(self.kl_weight or self.view_clm)
 
     def activation_factors(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> ActivationFactors:
-        # last states of both views, their rows that are compared, and the gradients that the loss forms at once
+        # states: the last ones of both views, their rows that are compared, and gradients that the loss forms at once
         if not self.compares_in_training or self.passes == "sequential":
             return ActivationFactors(states=4.0)
         if self.passes == "two" or shared:  # ranks that share a row run both views whole
             return ActivationFactors(graphs=2.0, states=6.0)
-        copies = moved if self.max_copies is None else min(moved, self.max_copies)
+        copies = moved if self.max_copies is None else min(moved, self.max_copies)  # more of them run in two calls
         return ActivationFactors(graphs=1.0 + copies, at_once=1.0 + copies, states=6.0)
 
     def cited(self) -> tuple[str, ...]:
@@ -173,11 +173,12 @@ class SelfDistillObjective(NextTokenObjective):
                 "restore of objective_args restores a rescaled model: give rescale, e.g. 'yarn', or leave it out."
             )
         restore = RelationObjective(model, args, accelerator, options=options.restore)
-        extend = cls(model, args, accelerator, teacher=restore.teacher)
+        extend = cls(model, args, accelerator, teacher=restore.teacher)  # so that there is one copy at most
         return AlternatingObjective(extend, restore, options.restore.every)
 
     def _make_loss(self, model: nn.Module) -> SelfDistiller:
         options = self.options
+        # share of a row above which a batch runs in two calls: 0 all do, 1 none does
         self._max_copies = 0.0 if options.passes == "sequential" else options.max_copies or 1.0
         if self._max_copies < 1:
             if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -199,6 +200,7 @@ class SelfDistillObjective(NextTokenObjective):
         )
 
     def begin(self, step: int | None, first_document: int = 0) -> None:
+        # a control has no view whose clock is set: its noise in an evaluation is keyed here
         if isinstance(self.forward_loss.passes, NoisyPasses):
             self.forward_loss.passes.evaluation_seed = first_document
 
@@ -217,13 +219,13 @@ class SelfDistillObjective(NextTokenObjective):
     def check_documents(self, lengths: torch.Tensor) -> None:
         if not self.options.compares_in_training:
             return
-        last = lengths - (2 if self.options.rows == "paper" else 1)  # the last query, [documents]
-        last = torch.where(lengths > 1, last, -1)
+        last = lengths - (2 if self.options.rows == "paper" else 1)  # index of the last query compared, [documents]
+        last = torch.where(lengths > 1, last, -1)  # a document of one token has no query
         unchanged = ~self.forward_loss.changes.can_differ(last, lengths)
         n_unchanged = int(unchanged.sum())
         if not n_unchanged:
             return
-        what = "training"
+        what = "training"  # with a native teacher, or noise, no view decides what changes
         if self.forward_loss.view is not None and self.forward_loss.teacher is None:
             what = repr(self.forward_loss.view.view)
         if n_unchanged == len(lengths):
@@ -253,11 +255,13 @@ class SelfDistillObjective(NextTokenObjective):
             earlier = StandardRequest(read, counts["labels"])
             with rope_view(self.forward_loss.decoder, "standard"):
                 first = self._call(model, inputs, earlier) + earlier.result.loss
+            # the trainer multiplies by this only what is returned
             factor = gradient_factor(self.accelerator, over_all_ranks=self.args.average_tokens_across_devices)
             self.accelerator.backward(first * factor)
         request = self._request(inputs, read, counts, earlier)
         tie = self._call(model, inputs, request)
         loss, parts = self._combine(request, counts, batch_counts)
+        # `first` has its gradients; here it counts for the log alone
         return loss + tie + first.detach(), parts
 
     def _takes_two_calls(self, read: Labelled) -> bool:
@@ -266,19 +270,21 @@ class SelfDistillObjective(NextTokenObjective):
             return False
         if not self._max_copies:
             return True
+        # 1 on the ranks whose rows are too many
         many = torch.tensor(float(self.forward_loss.copies(read) > self._max_copies), device=self.accelerator.device)
         return bool(self.accelerator.reduce(many).item())
 
     def counts(self, read: Labelled) -> dict[str, int]:
         """Real tokens, labels, and the divisor of the KL's sum, which may depend on draws."""
         counts = super().counts(read)
-        if self.forward_loss.compares:
+        if self.forward_loss.compares:  # a clock is set for the batch by now: `token` counts what its draw moves
             counts["compared"] = self.forward_loss.kl_count(read)
         return counts
 
     def _request(
         self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], earlier: StandardRequest | None = None
     ) -> ViewRequest:
+        # no "compared" in training at true positions only, where no KL is divided
         return ViewRequest(read, counts["labels"], max(1, counts.get("compared", 1)), earlier)
 
     def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:
@@ -289,11 +295,12 @@ class SelfDistillObjective(NextTokenObjective):
             parts["view_ce"] = result.view_ce, batch_counts["labels"]
         if not self.options.kl_weight and self.forward_loss.decoder.training:
             return parts  # no KL was computed
+        # kl_factor [N] has 1 / (L - s), or what `reduction` puts in its place, and not kl_weight
         parts["kl"] = (result.rows.kl.double() * result.kl_factor).sum(), batch_counts["compared"]
         t, length = labelled.t, labelled.documents.length
-        parts |= _by_quarter("kl/depth", result, t, length.expand_as(t))
+        parts |= _by_quarter("kl/depth", result, t, length.expand_as(t))  # by place in the document
         source = self.forward_loss.view
-        largest = None if source is None else source.view.largest_skip(length)
+        largest = None if source is None else source.view.largest_skip(length)  # None for views that draw no skip
         if source is not None and largest is not None:
             assert source.last is not None
             skip = source.view.rope_index(t, source.last.parameters) - t  # 0 in a prefix, which no quarter has

@@ -37,9 +37,10 @@ class StepMeans:
         """
         if not self._sums:
             return {}
-        names, sums = list(self._sums), torch.stack(list(self._sums.values()))
+        names, sums = list(self._sums), torch.stack(list(self._sums.values()))  # [names, 2]
         self._sums = {}
         if self.ranks_alike:
+            # mean and 1 in place of sum and count, so that a rank with more labels has no more weight; 0 and 0 stay
             sums = torch.where(
                 sums[:, 1:] > 0, torch.stack([sums[:, 0] / sums[:, 1], torch.ones_like(sums[:, 1])], 1), 0.0
             )

@@ -51,7 +51,7 @@ def digests(splits: Mapping[str, Any], hashed: dict[str, str]) -> dict[str, str 
             continue
         if split._fingerprint not in hashed:
             digest = hashlib.sha256()
-            for batch in split.with_format("arrow").iter(100):
+            for batch in split.with_format("arrow").iter(100):  # rows, of which some hold a book
                 digest.update(repr(batch.to_pylist()).encode())
             hashed[split._fingerprint] = digest.hexdigest()
         found[name] = hashed[split._fingerprint]

@@ -58,7 +58,7 @@ def engine_needs(
     """
     needs = []
     may_be_long = training.long_rows != "off" and training.gradient_checkpointing
-    host = host_memory() // n_gpus
+    host = host_memory() // n_gpus  # of each rank
     for config in ("ddp", "zero2", "fsdp2", "fsdp2-cp") if n_gpus > 1 else ("ddp",):
         sharding = Sharding.of_config(config, n_gpus, gpus_per_row)
         plan = plan_memory(model, training, training.max_length, device, training.long_rows, sharding, host)
@@ -158,7 +158,7 @@ def model_on_meta(model_config: Any, peft_config: Any, dtype: Any, trust_remote_
     if isinstance(model_config, str):
         config = AutoConfig.from_pretrained(model_config, trust_remote_code=trust_remote_code)
     kind = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-    if kind in (None, "auto"):
+    if kind in (None, "auto"):  # None is TRL's float32, "auto" the checkpoint's dtype
         kind = torch.float32 if kind is None else config.dtype
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=trust_remote_code)

@@ -139,6 +139,7 @@ def run(
         **export_options: of `rope_patch.export`, for the result of a recipe with stages.
     """
     first, name = stages[0], str(stages[0].model.model_name_or_path)
+    # stages have folders of their own within output_dir
     root = first.folder.parent if first.name else first.folder
     record, result = root / RECORD, root / "model"
     begun = [stage for stage in stages if first.name and stage.is_begun]
@@ -189,6 +190,7 @@ def _train_stages(
     if begun:
         known = {name: contents[name] for name in (f"text of {stage.name}" for stage in begun)}
         require_same_settings(root / RECORD, known, "output_dir", {name: name for name in known})
+    # all have compared with the record before it is written anew
     ranks.wait_for_everyone()
     if ranks.is_main_process:
         files = model_files(str(stages[0].model.model_name_or_path))
@@ -245,10 +247,10 @@ def _train(
         base = load_checkpoint(given["model"], **loading)
         given = {"model": load_adapter(base, before, is_trainable=True)}
         given["processing_class"] = load_pretrained(AutoTokenizer, before)
-        training.model_init_kwargs = None
+        training.model_init_kwargs = None  # the model is loaded already
     else:
-        given["model"] = str(before)
-        training.model_init_kwargs = {**loading, "revision": "main"}
+        given["model"] = str(before)  # weights of the stage before
+        training.model_init_kwargs = {**loading, "revision": "main"}  # a folder has no other
     trainer_class = trainer_class or RopeSFTTrainer
     trainer = trainer_class(args=training, train_dataset=text["train"], eval_dataset=text.get("test"), **given)
     trainer.hub_model = hub_model

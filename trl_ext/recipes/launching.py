@@ -110,7 +110,7 @@ class Launch:
             except SignalException as error:
                 if error.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from None
-                return 128 + error.sigval
+                return 128 + error.sigval  # as shells have it
         return 0
 
     def settings(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _launch(arguments: list[str], failures: Path) -> None:
     reports = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     level = reports.level
     reports.setLevel(logging.CRITICAL)
-    os.environ[rank_failures.FOLDER] = str(failures)
+    os.environ[rank_failures.FOLDER] = str(failures)  # ranks inherit it
     try:
         launch_command(launch_command_parser().parse_args(arguments))
     finally:
@@ -188,7 +188,7 @@ def _failure_of(error: "ChildFailedError | subprocess.CalledProcessError", folde
         if process.signal_name() in _OF_SYSTEM and process.timestamp <= first.timestamp + 1:
             what = f"rank {other} was ended by {process.signal_name()}"
             memory = ": the memory of the host may be too small" if process.signal_name() == "SIGKILL" else ""
-            return RankFailure(other, 128 - process.exitcode, f"{what}{memory}.", 0.0)
+            return RankFailure(other, 128 - process.exitcode, f"{what}{memory}.", 0.0)  # exitcode is minus the signal
     if left is not None:
         traceback = "\n" in left.text
         return replace(left, text=f"rank {left.rank} has failed:\n{left.text}") if traceback else left

@@ -167,7 +167,7 @@ class _OnceEach(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":  # `<<`, which may be repeated
                 if key.value in seen:
                     problem = f"{key.value!r} is there twice: leave one out"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)

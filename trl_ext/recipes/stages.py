@@ -169,7 +169,7 @@ def _named(stages: Any, source: str) -> dict[str, dict[str, Any]]:
 
 def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: str) -> Stage:
     parser = RecipeParser(FIELDS, prog="rope-patch train")
-    defaults = vars(parser.parse_known_args([])[0])
+    defaults = vars(parser.parse_known_args([])[0])  # before the recipe's values become the parser's
     try:
         script, training, model, data = parser.parse(keys, flags, source)
     except ValueError as error:
@@ -191,7 +191,7 @@ def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: st
             f"{' and '.join(unused)} would have no effect: add eval_strategy: steps or epoch, without which a run is "
             "not evaluated."
         )
-    given = vars(parser.parse_known_args(list(flags))[0])
+    given = vars(parser.parse_known_args(list(flags))[0])  # the recipe's values are the parser's defaults by now
     # folders and files may be moved: of what is not streamed the rows are compared, see `dataset.digests`
     may_change = ("output_dir",) if data.streaming else ("output_dir", "datasets")
     settings = {key: value for key, value in given.items() if key not in may_change and value != defaults.get(key)}

@@ -37,8 +37,8 @@ class Fact(Question):
     sentence: str
 
     @classmethod
-    def told(cls, wording: FactWording, name: str, value: str) -> "Fact":
-        """A fact in one wording, told and asked."""
+    def in_words(cls, wording: FactWording, name: str, value: str) -> "Fact":
+        """A fact in one wording: its sentence, and its question with the answer."""
         asked = Question.of(wording.question, wording.reply.replace("{value}", "{answer}"), value, name=name)
         return cls(**vars(asked), sentence=wording.fact.format(name=name, value=value))
 
@@ -50,10 +50,10 @@ def draw_facts(n: int, rng: random.Random) -> list[Fact]:
     values: list[str] = []
     while len(names) < n:
         name, value = draw_name(rng), draw_value(wording.value, rng)
-        if name not in (*names, *values) and value not in (*names, *values, name):
+        if name not in (*names, *values) and value not in (*names, *values, name):  # some values are words too
             names.append(name)
             values.append(value)
-    return [Fact.told(wording, name, value) for name, value in zip(names, values, strict=True)]
+    return [Fact.in_words(wording, name, value) for name, value in zip(names, values, strict=True)]
 
 
 def draw_name(rng: random.Random) -> str:
@@ -64,7 +64,7 @@ def draw_name(rng: random.Random) -> str:
 def draw_value(kind: ValueKind, rng: random.Random) -> str:
     """A made-up value."""
     if kind == "number":
-        return str(rng.randrange(10 ** rng.choice((2, 3, 4, 5)), 10**6))
+        return str(rng.randrange(10 ** rng.choice((2, 3, 4, 5)), 10**6))  # three to six digits
     if kind == "year":
         return str(rng.randrange(1200, 2000))
     if kind == "code":

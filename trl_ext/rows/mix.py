@@ -100,15 +100,18 @@ def make_rows(
         chat = 0.5 if getattr(tokenizer, "chat_template", None) else 0.0
     pieces = Pieces(tokenizer, texts) if {"text", *ASKING} & counts.keys() else None
     rows: list[Row] = []
+    # last what the model writes, which takes longest: texts that are too short are refused before
     for kind, count in sorted(counts.items(), key=lambda item: item[0] in sources):
         if kind in sources:
             source = sources[kind]
             texts_of_model = source() if callable(source) else source
             _require_texts(kind, texts_of_model)
+            # one for long and short rows, so that no text is used twice before all are used once
             pool = _Pool(kind, texts_of_model, random.Random(f"{kind} {seed}"))
         n_short = round(short * count)
         with tqdm(total=count, desc=f"rows of {kind}", unit="row", disable=not progress) as bar:
             for size, several in ((length, count - n_short), (length // SHORTER, SHORTER * n_short)):
+                # a stream for each kind and size: other shares leave the rest of these rows as they are
                 rng = random.Random(f"{kind} {size} {seed}")
                 if kind in sources:
                     made = pool.rows(size, label_all)
@@ -127,7 +130,7 @@ def make_rows(
                     made = draw_question_rows(pieces, length=size, kind=kind, chat=chat, rng=rng, **options)
                 for row in islice(made, several):
                     rows.append(row)
-                    bar.update(size / length)
+                    bar.update(size / length)  # a short row is an eighth
     random.Random(f"order {seed}").shuffle(rows)
     return rows
 
@@ -170,6 +173,7 @@ def rows_by_kind(n: int, shares: Mapping[str, float] | None = None) -> dict[Kind
     counts: dict[Kind, int] = {}
     done, reached = 0, 0.0
     for kind in KINDS:
+        # differences of rounded sums, which add up to n as rounded shares need not
         reached += weights.get(kind, 0) / total * n
         count = round(reached) - done
         if count:
@@ -207,6 +211,6 @@ class _Pool:
                 if not self.left:
                     self.left = self.rng.sample(self.texts, len(self.texts))
                 room = length - len(ids)
-                number = next((k for k, text in enumerate(self.left) if len(text) <= room), 0)
+                number = next((k for k, text in enumerate(self.left) if len(text) <= room), 0)  # 0: one is cut
                 ids += self.left.pop(number)[:room]
             yield Row.with_one_label(self.kind, ids, label)

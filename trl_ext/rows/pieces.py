@@ -26,7 +26,7 @@ class Pieces:
         self.texts = [text for text in texts if text.strip()]
         if not self.texts:
             raise ValueError("texts must hold at least one document that is not blank, got none.")
-        self._ends = list(accumulate(map(len, self.texts)))
+        self._ends = list(accumulate(map(len, self.texts)))  # character behind each text, of all joined
 
     def draw(self, n_tokens: int, rng: random.Random) -> list[int]:
         """Token IDs of a piece of `n_tokens` tokens without special tokens, of one document if it is long enough.
@@ -44,13 +44,14 @@ class Pieces:
                     f"the texts hold {len(ids)} tokens together, and a row needs {n_tokens} of them: give more or "
                     "longer texts, or make shorter rows."
                 )
-            number = bisect(self._ends, rng.randrange(self._ends[-1]))
-            if number in used:
+            number = bisect(self._ends, rng.randrange(self._ends[-1]))  # a long document is drawn more often
+            if number in used:  # all of it is in the piece
                 continue
             used.add(number)
             if ids:
                 ids += self._ids("\n\n")
             missing = n_tokens - len(ids)
+            # a blank line may have filled the piece
             ids += self._piece(self.texts[number], missing, rng) if missing > 0 else []
         return ids[:n_tokens]
 

@@ -113,23 +113,23 @@ def _row(
     rng: random.Random,
     advice: str,
 ) -> Row:
-    told, questions = _drawn(kind, n, rng)
+    sentences, questions = _drawn(kind, n, rng)
     turns = turns_of(len(questions))
-    hidden = [_ids(pieces, f" {sentence}") for sentence in told]
+    hidden = [_ids(pieces, f" {sentence}") for sentence in sentences]
     tail, labelled = _asked(pieces, turns, questions)
-    room = length - len(turns.begin) - len(tail) - sum(map(len, hidden))
-    if room < 2 * len(hidden):
+    room = length - len(turns.begin) - len(tail) - sum(map(len, hidden))  # tokens of text
+    if room < 2 * len(hidden):  # sentences would stand beside each other
         raise ValueError(
             f"length must leave room for text between {len(hidden)} facts, which take {length - room} tokens with "
             f"their questions, got {length}. {advice}"
         )
     if rng.random() < _FILLER_SHARE:
         filler = _ids(pieces, rng.choice(FILLERS))
-        text = (filler * (room // len(filler) + 1))[:room]
+        text = (filler * (room // len(filler) + 1))[:room]  # cut anywhere, as a piece of a book is
     else:
         text = pieces.draw(room, rng)
     places = boundaries.draw(text, len(hidden), rng)
-    ids, used = list(turns.begin), 0
+    ids, used = list(turns.begin), 0  # used: tokens of the text so far
     for place, sentence in zip(places, hidden, strict=True):
         ids += text[used:place] + sentence
         used = place
@@ -158,6 +158,7 @@ def _passage_row(pieces: Pieces, turns: ChatTurns, n: int, length: int, rng: ran
 
     for _ in range(_TRIES):
         text = pieces.draw(room, rng)
+        # about what stays whatever the questions take, and stands in the text once
         questions = draw_passages(text_of(text), n, rng, near=text_of(text[:least]))
         if len(questions) < n:
             continue
@@ -173,6 +174,7 @@ def _asked(pieces: Pieces, turns: ChatTurns, questions: Sequence[Question]) -> t
     ids: list[int] = []
     labelled: list[int] = []
     for asked, before, between in zip(questions, turns.before_question, turns.before_answer, strict=True):
+        # apart from its answer, so that the first label is the answer's first token
         lead = _ids(pieces, f"{before}{asked.question}{between}{asked.lead}")
         answer = _ids(pieces, asked.answer)
         ids += lead + answer
@@ -195,5 +197,6 @@ class _Boundaries:
         """`n` sorted places after sentences, different ones if there are enough; anywhere in text without sentences."""
         for i in set(ids) - self._known.keys():
             self._known[i] = ends_sentence(self.tokenizer, i)
+        # behind a token, and so never before the first one
         places = [place for place, i in enumerate(ids, 1) if self._known[i]] or list(range(1, len(ids) + 1))
         return sorted(rng.sample(places, n) if len(places) >= n else rng.choices(places, k=n))

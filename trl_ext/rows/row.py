@@ -12,14 +12,14 @@ ASKING: tuple[Kind, ...] = ("questions", *SKILLS)
 """Kinds of rows that end with questions about their text."""
 
 
-def shares_with(own: Literal["chats", "own_texts"], skills: tuple[Skill, ...] = SKILLS) -> dict[str, float]:
+def shares_with(own_kind: Literal["chats", "own_texts"], skills: tuple[Skill, ...] = SKILLS) -> dict[str, float]:
     """Weights of kinds of rows: a third text, a third the model's own, a third questions, which mostly take a skill.
 
     Plain questions take the place of a skill that is left out. With a multiple of 288 rows, of which a quarter is made
     as short ones, rows of the other kinds are then the same, token for token.
     """
     asking = 2.0 + len(SKILLS)
-    return {"text": asking, own: asking, "questions": asking - len(skills), **dict.fromkeys(skills, 1.0)}
+    return {"text": asking, own_kind: asking, "questions": asking - len(skills), **dict.fromkeys(skills, 1.0)}
 
 
 @dataclass(frozen=True)

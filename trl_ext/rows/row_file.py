@@ -18,7 +18,7 @@ def require_row_file(path: Path) -> None:
         raise ValueError(f"--output must end with {' or '.join(ENDINGS)}, got {path}.")
     if path.exists():
         raise ValueError(f"--output {path} is there already: remove it, or name another file.")
-    if not os.access(path.parent, os.W_OK) or not path.parent.is_dir():
+    if not os.access(path.parent, os.W_OK) or not path.parent.is_dir():  # before minutes of sampling
         raise ValueError(f"--output {path}: no file can be written in {path.parent}. Name another folder.")
 
 

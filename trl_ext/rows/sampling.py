@@ -146,6 +146,7 @@ def sampled_chats(
         asked = []
         for ids in sampler.sample([list(turns.begin)] * rows, max_user_tokens, ends, "user's turns"):
             end = first_end(ids, ends)
+            # an end of the whole text is no end of a turn
             if end is None or ids[end] != turns.end_of_user or special & set(ids[:end]):
                 continue
             if _has_text(tokenizer, ids[:end]):
@@ -154,7 +155,7 @@ def sampled_chats(
 
     def replies(rows: int) -> list[list[int]]:
         while len(waiting) < rows:
-            waiting.append(next(asked))
+            waiting.append(next(asked))  # users' texts, until there are as many as replies are written at once
         prompts = waiting[:rows]
         replies = sampler.sample(prompts, max_reply_tokens, turns.ends_of_reply, "replies")
         del waiting[:rows]  # only now, as memory may run out above
@@ -187,6 +188,7 @@ def sampled_texts(
     sampler = _Sampler(model, tokenizer, temperature, seed, batch_size, progress)
     begin = (
         list(SpecialTokens.of(tokenizer).begin)
+        # an end-of-sequence token stands between texts in pretraining
         or [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]
     )
     if not begin:
@@ -223,6 +225,7 @@ class _Sampler:
             )
         ends = (*end_tokens(self.causal_lm), tokenizer.eos_token_id)
         self.ends = tuple(dict.fromkeys(i for i in ends if i is not None))
+        # masked wherever it stands, so any token will do
         self.pad = next((i for i in (tokenizer.pad_token_id, *self.ends) if i is not None), 0)
         self.temperature, self.seed, self.progress = temperature, seed, progress
         device = self.subject.device.type
@@ -264,7 +267,7 @@ class _Sampler:
                 max_new_tokens=n_tokens,
                 ends=ends,
                 temperature=self.temperature,
-                seed=((self.seed << 24) + call) % 2**63,
+                seed=((self.seed << 24) + call) % 2**63,  # different for each call of each seed
                 pad_token=self.pad,
                 step_done=bar.update,
             )

@@ -14,17 +14,17 @@ class SkillWording:
     """One wording of a skill.
 
     Args:
-        told: sentences that are hidden, with placeholders.
+        sentences: what is hidden, with placeholders.
         asked: what is asked -> its question and its reply. What comes before `{answer}` is given, the rest is labelled.
         value: what kind of value is drawn.
     """
 
-    told: tuple[str, ...]
+    sentences: tuple[str, ...]
     asked: Mapping[str, tuple[str, str]]
     value: ValueKind = "word"
 
 
-# told: how a chain begins, and a link of it. Asked: its names in order, or what its last name has
+# hidden: how a chain begins, and a link of it. Asked: its names in order, or what its last name has
 CHAINS = (
     SkillWording(
         ("Crate {value} was first brought to {name}.", "Whatever {before} had was sent on to {name}."),
@@ -71,7 +71,7 @@ CHAINS = (
     ),
 )
 
-# told: one of several values of a name. Asked: all of them, in the order of the text
+# hidden: one of several values of a name. Asked: all of them, in the order of the text
 VALUES = (
     SkillWording(
         ("{name} once met {value} at the market.",),
@@ -99,7 +99,7 @@ VALUES = (
     ),
 )
 
-# told: one of several values of a name. Asked: their number, a list with it, and the name that has most of them
+# hidden: one of several values of a name. Asked: their number, a list with it, and the name that has most of them
 COUNTS = (
     SkillWording(
         ("{value} cast a vote for {name}.",),
@@ -137,7 +137,7 @@ COUNTS = (
     ),
 )
 
-# told: names, one by one. Asked: the first, second, third or last one, and which of two came earlier
+# hidden: names, one by one. Asked: the first, second, third or last one, and which of two came earlier
 ORDERS = (
     SkillWording(
         ("{name} crossed the old bridge.",),
@@ -169,7 +169,7 @@ ORDERS = (
     ),
 )
 
-# told: a name and a number. Asked: the name with the largest or smallest number, and which of two has the larger one
+# hidden: a name and a number. Asked: the name with the largest or the smallest, and which of two has the larger one
 COMPARISONS = (
     SkillWording(
         ("The {name} tower has {value} steps.",),
@@ -205,7 +205,7 @@ COMPARISONS = (
     ),
 )
 
-# nothing is told. Asked: the sentence that follows another one, and a word that is left out of one
+# nothing is hidden. Asked: the sentence that follows another one, and a word that is left out of one
 PASSAGES = (
     SkillWording(
         (),

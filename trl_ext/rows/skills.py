@@ -35,30 +35,31 @@ def draw_skill(skill: Skill, n: int, rng: random.Random) -> Asked:
 
 def _chain(n: int, rng: random.Random) -> Asked:
     wording = rng.choice(CHAINS)
-    first, link = wording.told
-    sizes = _parts(n, n // 3, 2, rng)
+    first, link = wording.sentences
+    sizes = _parts(n, n // 3, 2, rng)  # names in each chain
     names = _different(n, lambda: draw_name(rng))
     values = _different(len(sizes), lambda: draw_value(wording.value, rng), names)
-    told, questions = [], []
+    hidden, questions = [], []
     for size, value in zip(sizes, values, strict=True):
-        chain, names = names[:size], names[size:]
+        chain, names = names[:size], names[size:]  # the rest is of other chains
         links = [link.format(before=before, name=name) for before, name in pairwise(chain)]
-        told.append([first.format(name=chain[0], value=value), *links])
+        hidden.append([first.format(name=chain[0], value=value), *links])
         if rng.random() < 0.5:
             questions.append(_ask(wording, "names", _listed(chain), value=value))
         else:
             questions.append(_ask(wording, "value", value, name=chain[-1]))
     rng.shuffle(questions)
-    return _merged(told, rng), questions
+    # chains run through each other, and the links of each stay in order
+    return _merged(hidden, rng), questions
 
 
 def _values(n: int, rng: random.Random) -> Asked:
-    wording, told, groups = _grouped(VALUES, n, rng)
-    return told, [_ask(wording, "all", _listed(values), name=name) for name, values in groups]
+    wording, hidden, groups = _grouped(VALUES, n, rng)
+    return hidden, [_ask(wording, "all", _listed(values), name=name) for name, values in groups]
 
 
 def _count(n: int, rng: random.Random) -> Asked:
-    wording, told, groups = _grouped(COUNTS, n, rng)
+    wording, hidden, groups = _grouped(COUNTS, n, rng)
     questions = [_ask(wording, "most", max(groups, key=lambda group: len(group[1]))[0])]
     for name, values in groups:
         if rng.random() < 0.5:
@@ -66,18 +67,18 @@ def _count(n: int, rng: random.Random) -> Asked:
         else:
             questions.append(_ask(wording, "list", f"{_listed(values)}, {len(values)} in all", name=name))
     rng.shuffle(questions)
-    return told, questions
+    return hidden, questions
 
 
 def _order(n: int, rng: random.Random) -> Asked:
     wording = rng.choice(ORDERS)
     names = _different(n, lambda: draw_name(rng))
-    nth = {"first": 0, "second": 1, **({"third": 2} if n > 3 else {}), "last": -1}
+    nth = {"first": 0, "second": 1, **({"third": 2} if n > 3 else {}), "last": -1}  # of three, the third is the last
     questions = [_ask(wording, "nth", names[nth[which]], nth=which) for which in rng.sample(list(nth), 2)]
     a, b = rng.sample(names, 2)
     questions.append(_ask(wording, "earlier", min(a, b, key=names.index), a=a, b=b))
     rng.shuffle(questions)
-    return [wording.told[0].format(name=name) for name in names], questions
+    return [wording.sentences[0].format(name=name) for name in names], questions
 
 
 def _comparison(n: int, rng: random.Random) -> Asked:
@@ -91,7 +92,7 @@ def _comparison(n: int, rng: random.Random) -> Asked:
         _ask(wording, "larger", max(a, b, key=numbers.__getitem__), a=a, b=b),
     ]
     rng.shuffle(questions)
-    return [wording.told[0].format(name=name, value=value) for name, value in numbers.items()], questions
+    return [wording.sentences[0].format(name=name, value=value) for name, value in numbers.items()], questions
 
 
 _DRAWS: dict[Skill, Callable[[int, random.Random], Asked]] = {
@@ -126,7 +127,7 @@ def draw_passages(text: str, n: int, rng: random.Random, near: str | None = None
     wording = rng.choice(PASSAGES)
     # the first and the last one may be parts of sentences
     sentences = re.split(r"(?<=[.!?]) ", near)[1:-1]
-    pairs = [pair for pair in pairwise(sentences) if all(_is_plain(one) and text.count(one) == 1 for one in pair)]
+    pairs = [pair for pair in pairwise(sentences) if all(_is_plain(s) and text.count(s) == 1 for s in pair)]
     questions = []
     for sentence, following in rng.sample(pairs, min(n, len(pairs))):
         gaps = _gaps(text, sentence)
@@ -169,16 +170,16 @@ def _grouped(
     """A wording, `n` sentences of it, and each name with its values in the order of the text; one name has most."""
     wording = rng.choice(wordings)
     sizes = [0, 0]
-    while sizes.count(max(sizes)) > 1:
+    while sizes.count(max(sizes)) > 1:  # until one name has most values
         sizes = _parts(n, max(n // 3, 2), 1, rng)
     names = _different(len(sizes), lambda: draw_name(rng))
     values = _different(n, lambda: draw_value(wording.value, rng), names)
     groups = []
     for name, size in zip(names, sizes, strict=True):
         groups.append((name, values[:size]))
-        values = values[size:]
-    told = [[wording.told[0].format(name=name, value=value) for value in of_name] for name, of_name in groups]
-    return wording, _merged(told, rng), groups
+        values = values[size:]  # of the other names
+    hidden = [[wording.sentences[0].format(name=name, value=value) for value in group] for name, group in groups]
+    return wording, _merged(hidden, rng), groups
 
 
 def _parts(n: int, k: int, least: int, rng: random.Random) -> list[int]:
@@ -201,9 +202,9 @@ def _different(n: int, draw: Callable[[], str], but: Collection[str] = ()) -> li
     """`n` different draws, none of them in `but`."""
     drawn: list[str] = []
     while len(drawn) < n:
-        one = draw()
-        if one not in drawn and one not in but:
-            drawn.append(one)
+        word = draw()
+        if word not in drawn and word not in but:
+            drawn.append(word)
     return drawn
 
 

@@ -39,14 +39,14 @@ class ChatTurns:
         Raises:
             ValueError: the template does not show each message as it was written, once.
         """
-        marks = [(f"=question{i}=", f"=answer{i}=") for i in range(n)]
+        marks = [(f"=question{i}=", f"=answer{i}=") for i in range(n)]  # words that a template leaves alone
         messages: list[dict[str, str]] = []
         for question, answer in marks:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rest = str(
             tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True, **TEMPLATE_OPTIONS)
         )
-        between = []
+        between = []  # before question 0, before answer 0, before question 1, ...
         for message in messages[:-1]:
             before, *behind = rest.split(message["content"])
             if len(behind) != 1:
@@ -58,6 +58,7 @@ class ChatTurns:
             rest = behind[0]
         between.append(rest)
         begin = tokenizer(between[0], add_special_tokens=False)["input_ids"]
+        # the first question stands behind its text in one message, in a line of its own
         return cls(tuple(begin), ("\n", *between[2::2]), tuple(between[1::2]))
 
 
@@ -95,6 +96,7 @@ class SampledTurns:
         shown = tokenizer.apply_chat_template(
             [{"role": "user", "content": "=question="}, {"role": "assistant", "content": "=answer="}], tokenize=False
         )
+        # what the template puts right behind a reply ends one, too, though no config may name it
         closing = tokenizer(str(shown).split("=answer=")[-1], add_special_tokens=False)["input_ids"][:1]
         ends = tuple(dict.fromkeys([*ends, *(i for i in closing if i in _special(tokenizer))]))
         return cls(frame.begin, turn, turn[0], ends)

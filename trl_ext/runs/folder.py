@@ -81,7 +81,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 def write_whole(file: Path, values: Mapping[str, Any]) -> None:
     """Write `values` as JSON; a process that is stopped while it writes leaves the old file."""
-    beside = file.with_name(f"{file.name}.{os.getpid()}.new")
+    beside = file.with_name(f"{file.name}.{os.getpid()}.new")  # in the same folder, for `os.replace` to be atomic
     try:
         beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         os.replace(beside, file)
@@ -109,6 +109,7 @@ def only_run(path: Path, option: str) -> Iterator[None]:
         yield
         return
     is_folder = path.is_dir()
+    # a lock over a network needs a file that is open for writing, and must not empty it
     file = os.open(path, os.O_RDONLY if is_folder else os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         try:
@@ -119,7 +120,7 @@ def only_run(path: Path, option: str) -> Iterator[None]:
             pass
         yield
     finally:
-        os.close(file)
+        os.close(file)  # which unlocks it
 
 
 def _in_use(folder: Path, option: str) -> str:

@@ -44,6 +44,7 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
     }
     if view.perturbs:
         method["view_seed"] = seed
+    # tuples become lists, as in a record that was read
     return json.loads(json.dumps(method, default=_as_json))
 
 
@@ -82,14 +83,14 @@ def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[st
 
 def differences(recorded: dict[str, Any], current: dict[str, Any], owner: str = "") -> list[tuple[str, str]]:
     """Fields that both have and that differ: (recorded, current) as name=value."""
-    found = []
+    differing = []
     for name, now in current.items():
-        was = recorded.get(name, now)
+        was = recorded.get(name, now)  # a field that the record lacks is no difference
         if isinstance(was, dict) and isinstance(now, dict) and "law" not in now:  # a law is one value
-            found += differences(was, now, f"{owner}{name}.")
+            differing += differences(was, now, f"{owner}{name}.")
         elif was != now:
-            found.append((f"{owner}{name}={was!r:.200}", f"{owner}{name}={now!r:.200}"))
-    return found
+            differing.append((f"{owner}{name}={was!r:.200}", f"{owner}{name}={now!r:.200}"))
+    return differing
 
 
 def _texts(cue: str | list[str] | None) -> Any:

@@ -80,10 +80,11 @@ class DatasetFacts:
         """Read them from a `datasets.Dataset`, or anything else that a trainer takes."""
         info = getattr(dataset, "info", None)
         files = list(getattr(info, "download_checksums", None) or {})
+        # hf://datasets/OWNER/NAME@COMMIT/FILE
         on_hub = [file.removeprefix(_HUB).partition("@")[0] for file in files if file.startswith(_HUB)]
         named = getattr(info, "dataset_name", None) or ""
         name = on_hub[0] if on_hub else "" if named in _READERS else named
-        is_cut = "input_ids" in (getattr(dataset, "column_names", None) or ())
+        is_cut = "input_ids" in (getattr(dataset, "column_names", None) or ())  # rows may be parts of texts
         return cls(name, len(dataset) if isinstance(dataset, Sized) and not is_cut else None)
 
     def named(self, name: str | None) -> Self:
@@ -120,7 +121,7 @@ def run_facts(
     rescalings = () if state is None else state.rescalings
     if state is not None and before and adapter_folder_of(model) is not None:
         rescalings = rescalings[len(state.start_rescalings) :]  # the adapter brought those of the runs before
-    cited = [paper for one in rescalings for paper in one.cites]
+    cited = [paper for rescaling in rescalings for paper in rescaling.cites]
     cited += [] if source is None else source.view.cited()
     cited += args.objective_options.cited()
     cited += [papers.LONGLORA] if args.shifted_attention is not None else []
@@ -129,7 +130,10 @@ def run_facts(
         "base_model": None if base is None else base.to_dict(),
         "hub_model": run.hub_model,
         "native_window": None if source is None else native_window(model, earlier),
-        "rescalings": [*before, *({"method": one.name, "options": one.options()} for one in rescalings)],
+        "rescalings": [
+            *before,
+            *({"method": rescaling.name, "options": rescaling.options()} for rescaling in rescalings),
+        ],
         "trained": _trained(model, args.trainable),
         "dataset": dataset.name or None,
         "documents": dataset.documents,
@@ -142,7 +146,7 @@ def run_facts(
         "papers": list(dict.fromkeys(cited)),
         "versions": installed_versions("torch", "transformers", "trl", "peft"),
     }
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: value for name, value in known.items() if value is not None}  # 0 and [] are facts
 
 
 def card_of(

@@ -90,6 +90,6 @@ def _hash(file: Path) -> str:
         if size <= 2 * _END:
             return hashlib.file_digest(content, "sha256").hexdigest()
         digest = hashlib.sha256(content.read(_END))
-        content.seek(-_END, 2)
+        content.seek(-_END, 2)  # from the end of the file
         digest.update(content.read())
     return digest.hexdigest()

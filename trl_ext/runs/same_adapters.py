@@ -68,11 +68,11 @@ def _compared(config: dict[str, Any]) -> dict[str, Any]:
     """The options that change what is trained, as JSON; names of modules sorted, since PEFT keeps them in sets."""
     kept = {name: value for name, value in config.items() if name not in _MAY_DIFFER}
     if kept.get("init_lora_weights") in _LEAVE_WEIGHTS:
-        kept["init_lora_weights"] = True
+        kept["init_lora_weights"] = True  # these choose first values, which a checkpoint has left behind
     read: dict[str, Any] = json.loads(json.dumps(kept, default=list))
     for name, value in read.items():
         if isinstance(value, list) and all(isinstance(each, str) for each in value):
             read[name] = sorted(value)
-        elif isinstance(value, dict):  # module names -> values
+        elif isinstance(value, dict):  # rank_pattern and the like, as one value: a name that is missing is a difference
             read[name] = json.dumps(value, sort_keys=True)
     return read

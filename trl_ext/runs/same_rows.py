@@ -29,6 +29,7 @@ def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
     strategy = args.train_sampling_strategy
     order = str(getattr(strategy, "value", strategy))
     if order != "sequential":
+        # which shuffles; a sequential run reads rows as they are
         order += f", seed {args.seed if args.data_seed is None else args.data_seed}"
     hashes = {name: _column_hash(dataset, name) for name in _COLUMNS if name in dataset.column_names}
     return {"row_hashes": hashes, "order": order}
@@ -70,5 +71,5 @@ def _column_hash(dataset: Dataset, name: str) -> str:
         for row in chunk:
             plain = is_flat and row.is_valid
             hashed.update(np.asarray(row.values, dtype=np.int64).tobytes() if plain else str(row).encode())
-            hashed.update(b"|")
+            hashed.update(b"|")  # the end of a row, so that a token cannot move to the next one
     return hashed.hexdigest()[:16]

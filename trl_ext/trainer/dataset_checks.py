@@ -50,7 +50,7 @@ def _require_text_in(dataset: Dataset, name: str, text_field: str) -> None:
     if "input_ids" in columns:
         for column in {"input_ids", "labels"} & set(columns):
             feature = dataset.features[column]
-            kind = getattr(feature, "feature", feature)
+            kind = getattr(feature, "feature", feature)  # of the list's entries
             if not (has_lists(dataset, column) and "int" in str(getattr(kind, "dtype", ""))):
                 raise ValueError(f"{name} must have a list of integers in {column!r} of each row, got {feature}.")
     elif {"prompt", "completion"} <= set(columns):
@@ -82,6 +82,7 @@ def _require_chats(dataset: Dataset, name: str, columns: tuple[str, ...]) -> Non
     """Raise ValueError for a row without messages, or with prompt and completion that are not both texts or chats."""
 
     def is_chat(value: Any) -> bool:
+        # {"role": ..., "content": ...}, or {"from": ..., "value": ...}, which TRL renames
         return isinstance(value, list) and all(
             isinstance(message, Mapping)
             and isinstance(message.get("role") or ("value" in message and message.get("from")), str)
@@ -136,10 +137,11 @@ def require_known_tokens(dataset: Any, name: str, vocab_size: int | None) -> Non
     for column in [c for c in ("input_ids", "labels") if has_lists(dataset, c)]:
         first = 0  # row of the batch
         for batch in dataset.select_columns([column]).with_format("arrow").iter(1000):
-            ids = pc.list_flatten(batch[column]).to_numpy()
+            ids = pc.list_flatten(batch[column]).to_numpy()  # [tokens] of a thousand rows
             unknown = ((ids < 0) | (ids >= vocab_size)) & ((ids != -100) | (column == "input_ids"))
             if unknown.any():
                 at = int(unknown.argmax())
+                # [rows], index behind the last token of each row
                 ends = np.cumsum(pc.list_value_length(batch[column]).to_numpy())
                 masked = ", or -100 for none" if column == "labels" else ""
                 raise ValueError(

@@ -34,7 +34,7 @@ def check_lengths(
         ValueError: a document is too long, or the view or shifted attention changes none of them.
     """
     draws = source.view.perturbs and (objective is None or objective.draws)
-    view = source.view if draws else resolve_view(TRUE_POSITIONS)
+    view = source.view if draws else resolve_view(TRUE_POSITIONS)  # positions that training sees
     view.check_run(args)  # also a view that the user put on the model before
     lengths = document_lengths(train_dataset)
     lengths = None if lengths is None else view.kept(lengths)

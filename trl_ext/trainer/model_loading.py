@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+# arguments of loading that say where the config is
 _OF_CONFIG = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
 
 
@@ -43,10 +44,10 @@ def loading_options(model: Any, args: "RopeSFTConfig") -> Iterator[None]:
     (`architecture`). Where a process sees several GPUs, the model lies on the one that trains: TRL would silently
     spread it over all.
     """
-    given = args.model_init_kwargs
-    options: dict[str, Any] = {**(given or {})}  # type: ignore[dict-item]  # parsed from JSON by now
+    user_options = args.model_init_kwargs
+    options: dict[str, Any] = {**(user_options or {})}  # type: ignore[dict-item]  # parsed from JSON by now
     if sees_idle_gpus(args):
-        options.setdefault("device_map", {"": args.device.index or 0})
+        options.setdefault("device_map", {"": args.device.index or 0})  # all of the model on the GPU that trains
     if (
         isinstance(model, str)
         and not is_deepspeed_zero3_enabled()
@@ -58,7 +59,7 @@ def loading_options(model: Any, args: "RopeSFTConfig") -> Iterator[None]:
     try:
         yield
     finally:
-        args.model_init_kwargs = given
+        args.model_init_kwargs = user_options  # what is saved with checkpoints names no class of ours
 
 
 def sees_idle_gpus(args: "RopeSFTConfig") -> bool:

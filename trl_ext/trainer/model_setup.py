@@ -103,6 +103,7 @@ def keep_quantised_weights(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+# of Llama and most others, then of Phi-3, GPT-NeoX and DBRX; c_attn is Qwen's first, with code of its own
 _QKV = re.compile(r"(^|\.)(q_proj|k_proj|v_proj|qkv_proj|query_key_value|Wqkv|c_attn)\.")
 
 
@@ -113,7 +114,7 @@ def train_qkv_only(model: nn.Module) -> None:
         ValueError: the model has adapters, or no projection with a known name.
     """
     decoder = find_decoder(model)
-    if find_causal_lm(model) is not model:
+    if find_causal_lm(model) is not model:  # a PeftModel around it
         raise ValueError(
             "trainable='qkv' is for training without adapters: name target_modules in peft_config instead."
         )

@@ -65,6 +65,7 @@ def check_objective(
                 "longce and kl_longce read short windows of a row's tokens without its images: leave them out for a "
                 "dataset with images."
             )
+    # weights on the CPU or on "meta" are offloaded by accelerate, and come to the GPU that computes
     devices = {str(p.device) for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     if len(devices) > 1:
         raise ValueError(
@@ -113,7 +114,7 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
     config = causal_lm.config.get_text_config(decoder=True)
     n_heads = getattr(config, "num_attention_heads", 1)
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
-    attends = bool(getattr(options, "attention", 0.0))
+    attends = bool(getattr(options, "attention", 0.0))  # compares attention maps, for which ranks exchange heads
     attention = attention_name(causal_lm)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:  # one window for all layers, as Mistral's

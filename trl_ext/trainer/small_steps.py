@@ -21,6 +21,7 @@ def lost_share(parameter: torch.Tensor, step: float) -> float:
     """
     flat = parameter.detach().flatten()
     flat = flat[:: max(1, flat.numel() // _SAMPLE)]
+    # as an optimizer does: the sum is rounded to the dtype of the weights once
     return (((flat.double() + step).to(flat.dtype)) == flat).double().mean().item()
 
 

@@ -32,9 +32,9 @@ def number_documents(
     """
     counts = torch.tensor([[count_documents(batch) for batch in batches]], device=device)
     counts = accelerator.gather(counts).cpu()  # [ranks, micro-steps]
-    ranks = ranks or SequenceRanks(accelerator, "cp", 1)
+    ranks = ranks or SequenceRanks(accelerator, "cp", 1)  # each rank by itself
     in_order, mine = ranks.sampler_order(counts)
-    before = in_order.cumsum(0) - in_order
+    before = in_order.cumsum(0) - in_order  # [all micro-batches of the step]
     return before[mine].tolist(), int(in_order.sum())
 
 
@@ -63,6 +63,7 @@ def cut_documents(batches: list[dict[str, Any]], trainer_view: TrainerView, stat
     any_cut = False
     for batch in batches:
         trainer_view.set_clock(state, batch[FIRST_SAMPLE])
+        # with the key of the forward, which draws for what is left
         any_cut |= cut_rows(view, batch, trainer_view.key(batch))
     return any_cut
 
@@ -85,7 +86,7 @@ def total_counts(
         over_all_ranks: whether losses are divided by counts of all ranks (`average_tokens_across_devices`).
     """
     names = list(counts[0])
-    own_counts = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
+    own_counts = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)  # [names]
     totals = accelerator.reduce(own_counts, reduction="sum")
     if ranks is not None:  # ranks that share rows have each counted them whole
         totals = totals // ranks.size

@@ -272,7 +272,8 @@ class RopeSFTTrainer(SFTTrainer):
             return None
         options = self.args.checkpointing_options
         if options.get("use_reentrant") and not asked_reentrant:
-            # TRL sets it for adapters under ZeRO-3, where DeepSpeed once failed without (0.19.8 does not): an
+            # TRL sets it for adapters under ZeRO-3, where DeepSpeed once failed without (0.19.8 does not:
+            # https://github.com/deepspeedai/DeepSpeed/pull/8130): an
             # objective would lose its gradient
             options["use_reentrant"] = False
         check_objective(

@@ -118,6 +118,7 @@ def prepare_rows(
     # 2. Documents that nothing can be learned from are counted, and left out where documents are split.
     limit = args.max_length if policy.truncates else None
     survey = partial(Survey.of, special=policy.special, labelled=policy.labelled, joined=policy.wraps)
+    # its arrays, and all that are made of them below, are [documents]
     documents = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
     _require_text_to_predict(documents.teaches, name)
     if not (documents.teaches & documents.teaches_kept).any():
@@ -139,6 +140,7 @@ def prepare_rows(
             f"{_count(lost.sum(), 'document')} of {_count(documents.lengths[lost].sum(), 'token')} "
             "whose completion lies behind max_length"
         )
+    # TRL drops the lost ones as it truncates, and with "truncate" decides about untaught ones too
     kept = ~(lost | untaught if policy.splits else lost)
     if policy.splits and not kept.all():
         tokenized = tokenized.select(np.flatnonzero(kept))
@@ -151,7 +153,7 @@ def prepare_rows(
         notes.append(f"{_count(cut.sum(), 'document')} longer than max_length cut into rows that are all read")
         if (cut & (masked | policy.whole)).any():
             notes.append("also conversations, prompts and completions, whose later rows lack what came before")
-        pieces = survey(tokenized)
+        pieces = survey(tokenized)  # rows by now
         if not pieces.teaches.all():
             tokenized = tokenized.select(np.flatnonzero(pieces.teaches))
             tokens = pieces.lengths[~pieces.teaches].sum()
@@ -231,7 +233,7 @@ class LongDocumentPolicy:
 
     def cuts(self, masked: np.ndarray) -> np.ndarray:
         """Which documents may be cut, given which have masked labels."""
-        if not self.splits or self.wraps:
+        if not self.splits or self.wraps:  # "wrapped" packing cuts by itself
             return np.zeros_like(masked)
         return np.ones_like(masked) if self.packing else ~masked & (not self.whole)
 
@@ -295,7 +297,7 @@ def _prepare_stream(
     if cuts:
         tokenized = policy.cut(tokenized)
     taught = tokenized.filter(partial(_teaches, special=frozenset(policy.special), labelled=policy.labelled))
-    if next(iter(taught), None) is None:
+    if next(iter(taught), None) is None:  # reads the stream up to its first document that teaches
         _require_text_to_predict(np.zeros(0, dtype=bool), name)
     if args.process_index == 0:
         longer = f"Documents longer than max_length={args.max_length}"

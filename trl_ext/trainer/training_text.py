@@ -97,7 +97,7 @@ class TrainingText:
         chats = (
             len(self.dataset) > 0
             and "input_ids" not in self.dataset.column_names
-            and is_conversational(self.dataset[0])
+            and is_conversational(self.dataset[0])  # TRL looks at the first row, too
         )
         if chats and args.chat_template_path is not None and self._template_file is None:
             raise ValueError(

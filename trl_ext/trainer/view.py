@@ -57,7 +57,7 @@ class TrainerView:
                 "the model was unpatched after this trainer was made, and would train without its rescaling and view: "
                 "make a new trainer."
             )
-        before = state.source, state.when
+        before = state.source, state.when  # the user's view, or this one: `evaluate` runs inside `train`
         state.source, state.when = source, self._when
         self._runs += 1
         try:
@@ -82,7 +82,7 @@ class TrainerView:
         Only a view that is always on, and the KL of self-distillation, draw there.
         """
         if self.source is not None:
-            self.source.clock.set(-1, first_sample)
+            self.source.clock.set(-1, first_sample)  # no step of a training has this number
 
     def key(self, batch: dict[str, Any]) -> DrawKey:
         """The key that the forward of a batch, one document a row, will draw with, by the clock as it is set."""

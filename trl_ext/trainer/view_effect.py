@@ -14,7 +14,7 @@ from rope_patch.views.base import TRUE_POSITIONS
 
 logger = logging.get_logger(__name__)
 
-_LENGTHS, _DRAWS = 16, 4
+_LENGTHS, _DRAWS = 16, 4  # at most
 
 Part = tuple[torch.Tensor | None, torch.Tensor]
 """Token IDs of documents, one after the other (None if only lengths count), and the number of tokens of each."""
@@ -83,9 +83,10 @@ def _changes(view: View, part: Part, step: int, n_layers: int, reads_last: bool)
     ids, lengths = part
     if not view.can_change(lengths).any():
         return False
-    t = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
+    t = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]  # [1, tokens], documents one after the other
     # one document has its draws once, and not at each token
     documents = locate_documents(1, t.shape[1], t.device, t if len(lengths) > 1 else None, None)
+    # progress 1: a curriculum may change nothing at its start
     key = DrawKey(0, step, documents.ordinal, progress=torch.ones((), dtype=torch.float64))
     drawn = DrawnView(view, documents, view.draw_for(None if ids is None else ids[None], t, documents, key))
     counted = documents.length - (0 if reads_last else 1)

@@ -45,7 +45,7 @@ def check_window(model: Any, view: View, longest: int | None, *, tell: bool = Tr
             )
     if longest is None:
         return
-    if longest > window:
+    if longest > window:  # tokens at their own positions
         if rescaling is not None:
             raise ValueError(
                 f"max_length must not let documents exceed the model's window of {window} positions under {rescaling}, "
@@ -58,7 +58,7 @@ def check_window(model: Any, view: View, longest: int | None, *, tell: bool = Tr
                 f"rescaling is in force. {_remedy(None, window, longest)}, or lower max_length, unless this is "
                 "intended."
             )
-    reach = view.reach(longest)
+    reach = view.reach(longest)  # the largest RoPE index of a draw; None if that is not known
     if tell and view.perturbs and reach is not None and reach >= max(window, longest):
         logger.warning(
             f"view {view.name!r} shows RoPE indices up to {reach}, beyond the model's window of {window} positions. "

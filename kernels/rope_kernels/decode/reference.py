@@ -15,7 +15,8 @@ def decode_attention_ref(
     """Reference twin of `decode_attention`: any device, computed in the dtype of its arguments."""
     batch, n_kv_heads, capacity, _ = k.shape
     token = torch.arange(capacity, device=k.device)
-    visible = (token >= begin[:, None]) & (token < end[:, None])
+    visible = (token >= begin[:, None]) & (token < end[:, None])  # [batch, capacity]
+    # [batch, n_kv_heads, group, head_dim]: query heads of one key head stand where SDPA has queries
     grouped = q.view(batch, n_kv_heads, -1, q.shape[-1])
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=visible[:, None, None], scale=sm_scale)
     return out.reshape(batch, q.shape[1], v.shape[-1])

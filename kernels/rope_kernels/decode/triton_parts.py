@@ -22,18 +22,19 @@ def _decode_part_kernel(
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_V)
-    head = kv_head * group + g
+    head = kv_head * group + g  # [BLOCK_G] query heads that share the key head
     q_offset = row * stride_qb + head[:, None] * stride_qh + d[None, :]
     q = tl.load(q_ptr + q_offset, mask=(g[:, None] < group) & (d[None, :] < head_dim), other=0.0)  # [BLOCK_G, BLOCK_D]
     k_ptr += row * stride_kb + kv_head * stride_kh
     v_ptr += row * stride_vb + kv_head * stride_vh
-    top = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    weighted = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    top = tl.full([BLOCK_G], -float("inf"), tl.float32)  # largest score so far, in bits
+    total = tl.zeros([BLOCK_G], tl.float32)  # sum_j exp2(score_j - top)
+    weighted = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)  # sum_j exp2(score_j - top) v_j
     for start in range((first // BLOCK_N) * BLOCK_N, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         seen = (n >= first) & (n < last)
         k_mask = seen[None, :] & (d[:, None] < head_dim)
+        # [BLOCK_D, BLOCK_N], transposed as it is loaded
         k = tl.load(k_ptr + n[None, :].to(tl.int64) * stride_kn + d[:, None], mask=k_mask, other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2  # [BLOCK_G, BLOCK_N]
         scores = tl.where(seen[None, :], scores, -float("inf"))
@@ -49,7 +50,7 @@ def _decode_part_kernel(
     # a part that sees nothing weighs nothing
     out = weighted / tl.where(total > 0, total, 1.0)[:, None]
     lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), -float("inf"))
-    place = (row * n_kv_heads * group + head) * n_parts + part
+    place = (row * n_kv_heads * group + head) * n_parts + part  # in [batch, n_heads, n_parts]
     tl.store(lse_ptr + place, lse, mask=g < group)
     out_mask = (g[:, None] < group) & (e[None, :] < value_dim)
     tl.store(out_ptr + place[:, None] * value_dim + e[None, :], out, mask=out_mask)
@@ -70,9 +71,10 @@ def decode_attention_in_parts(
         _decode_part_kernel[(batch * n_kv_heads, n_parts)](
             q, k, v, begin, end, out, lse,
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
+            # log2(e), because the kernel takes powers of 2
             n_kv_heads, n_heads // n_kv_heads, head_dim, value_dim, n_parts, sm_scale * 1.4426950408889634,
             PART=_PART,
-            BLOCK_G=max(16, triton.next_power_of_2(n_heads // n_kv_heads)),
+            BLOCK_G=max(16, triton.next_power_of_2(n_heads // n_kv_heads)),  # tl.dot multiplies 16 rows or more
             BLOCK_N=32 if wide else 64,
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
@@ -80,6 +82,7 @@ def decode_attention_in_parts(
             num_warps=8 if q.dtype == torch.float32 else 4,
             num_stages=2 if wide else 3,
         )  # fmt: skip
+    # [batch, n_heads, n_parts], each part's share of the softmax over all
     share = torch.exp2(lse - lse.amax(-1, keepdim=True))
     share = share / share.sum(-1, keepdim=True)
     return (share[..., None] * out).sum(2).to(v.dtype)

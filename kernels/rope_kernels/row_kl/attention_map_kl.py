@@ -21,6 +21,7 @@ def attention_map_kl(
     student_scale: float | None = None,
     teacher_scale: float | None = None,
     visibility: Visibility | None = None,
+    found: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """KL(A_t(i, :) || A_s(i, :)) of each query i, with A = softmax_row(scale Q K^T + mask), in nats.
 
@@ -38,6 +39,7 @@ def attention_map_kl(
         student_scale: of Q_s K_s^T, above 0; None means head_dim ** -0.5.
         teacher_scale: of Q_t K_t^T, above 0; None means head_dim ** -0.5.
         visibility: as in `relation_kl`.
+        found: as in `relation_kl`.
 
     Returns:
         [batch, n_heads, n] float32, float64 for float64 inputs. A row that sees a token with nan or infinity in it is
@@ -62,4 +64,4 @@ def attention_map_kl(
             f"n_kv_heads a divisor of {n_heads}, got {list(student_k.shape)} {student_k.dtype} on {student_k.device}."
         )
     visibility = visibility_of("student_q", student_q, causal, key_mask, cu_seqlens, visibility)
-    return row_kl((student_q, student_k), (teacher_q, teacher_k), student_scale, teacher_scale, visibility)
+    return row_kl((student_q, student_k), (teacher_q, teacher_k), student_scale, teacher_scale, visibility, found)

@@ -25,10 +25,10 @@ def row_kl_forward(
     """`custom_op.row_kl` with both scales, and with keys also where they are the queries."""
     kl = torch.zeros(student_q.shape[:3], dtype=_compute_dtype(student_q), device=student_q.device)
     for rows, keys in chunks(student_q, visibility):
-        seen = visibility.mask(rows, keys, kl.device)[:, :, None]
+        seen = visibility.mask(rows, keys, kl.device)[:, :, None]  # [batch or 1, 1, 1, n_rows, n_keys]
         student = log_map(student_q, student_k, rows, keys, student_scale, seen)
         teacher = log_map(teacher_q, teacher_k, rows, keys, teacher_scale, seen)
-        gap = (teacher - student).masked_fill_(~seen, 0)
+        gap = (teacher - student).masked_fill_(~seen, 0)  # [batch, n_kv_heads, group, n_rows, n_keys]
         kl[:, :, rows] = teacher.exp().mul_(gap).sum(-1).view(kl[:, :, rows].shape)
     return kl
 
@@ -56,10 +56,10 @@ def row_kl_backward(
         teacher = log_map(teacher_q, teacher_k, rows, keys, teacher_scale, seen).exp_()
         # rows that see nothing have equal maps here, so nothing flows from them
         dz = (student - teacher).mul_(_grouped(grad[:, :, rows, None], student_k).to(dtype) * student_scale)
-        k = student_k[:, :, None, keys].to(dtype)
+        k = student_k[:, :, None, keys].to(dtype)  # [batch, n_kv_heads, 1, n_keys, head_dim]
         grad_q[:, :, rows] += (dz @ k).view(grad_q[:, :, rows].shape)
-        q = _grouped(student_q[:, :, rows], student_k).to(dtype)
-        grad_k[:, :, keys] += (dz.transpose(-1, -2) @ q).sum(2)
+        q = _grouped(student_q[:, :, rows], student_k).to(dtype)  # [batch, n_kv_heads, group, n_rows, head_dim]
+        grad_k[:, :, keys] += (dz.transpose(-1, -2) @ q).sum(2)  # over the query heads that share the key head
     return grad_q.to(student_q.dtype), grad_k.to(student_k.dtype)
 
 
@@ -97,5 +97,6 @@ def log_map(
     """
     dtype = _compute_dtype(q)
     scores = _grouped(q[:, :, rows], k).to(dtype) @ k[:, :, None, keys].to(dtype).transpose(-1, -2)
+    # not -inf: rows that see nothing become uniform, and not nan
     lowest = torch.finfo(dtype).min
     return (scores.mul_(scale)).masked_fill_(~seen, lowest).log_softmax(-1)

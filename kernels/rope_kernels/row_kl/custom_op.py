@@ -1,7 +1,8 @@
 """KL between the rows of two maps as one operator, which `relation_kl` and `attention_map_kl` call.
 
-It is registered with torch, so that torch.compile and checkpointing take it as one step. It runs Triton kernels on a
-GPU and chunked torch elsewhere.
+It runs Triton kernels on a GPU and chunked torch elsewhere. torch.compile takes forward and backward as two registered
+operators; without it they are called as functions, because the layers of `torch.library` take longer than the kernels
+of a short row.
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ def row_kl(
     student_scale: float | None,
     teacher_scale: float | None,
     visibility: Visibility,
+    found: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """KL(softmax(teacher_scale Qt Kt^T) || softmax(student_scale Qs Ks^T)) of each row, [batch, n_heads, n].
 
@@ -31,6 +33,7 @@ def row_kl(
         student_scale: None means head_dim ** -0.5.
         teacher_scale: None means head_dim ** -0.5.
         visibility: which keys each query sees.
+        found: what the forward of an earlier call with the same values found, or an empty list to put it in.
 
     Returns:
         float32, float64 for float64 inputs, 0 on rows that see nothing. Under autocast float32 inputs are multiplied in
@@ -42,14 +45,41 @@ def row_kl(
     scales = scales_of(student[0].shape[-1], student_scale, teacher_scale)
     sides = (*student, *(None if x is None else x.detach() for x in teacher))
     tensors = [None if x is None else _unit_last_stride(as_multiplied(x)) for x in sides]
+    borders = (None if x is None else x.contiguous() for x in visibility.tensors)
+    if torch.compiler.is_compiling():
+        found = None  # the compiler decides what is computed again
+    # the inputs have been cast; autocast would also cast the products of the chunked version, which are float32
     with torch.autocast(student[0].device.type, enabled=False):
-        kl, _ = _row_kl(
-            *tensors,
-            *scales,
-            visibility.causal,
-            *(None if x is None else x.contiguous() for x in visibility.tensors),
-        )
+        kl: torch.Tensor = _RowKL.apply(*tensors, *scales, visibility.causal, *borders, found)
     return kl
+
+
+class _RowKL(torch.autograd.Function):
+    """`_forward` and `_backward`, with what the one has to keep for the other."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        *inputs, found = arguments
+        if found:
+            kl, parts = found  # [batch, n_heads, n]; [4, batch, n_heads, n] of the Triton kernels, else empty
+            kl = kl.clone()  # autograd writes into an output
+        else:
+            run: Any = _forward_op if torch.compiler.is_compiling() else _forward
+            kl, parts = run(*inputs)
+            if found is not None:
+                found += (kl.detach(), parts)
+        *tensors, student_scale, teacher_scale, causal, document, first, end = inputs
+        ctx.save_for_backward(*tensors, parts, document, first, end)
+        ctx.settings = (student_scale, teacher_scale, causal)
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *tensors, document, first, end = ctx.saved_tensors
+        run: Any = _backward_op if torch.compiler.is_compiling() else _backward
+        grad_q, grad_k = run(grad, *tensors, *ctx.settings, document, first, end)
+        # one for each argument of `forward`: a gradient to the student's queries and keys alone
+        return grad_q, None if tensors[1] is None else grad_k, *(None,) * 9
 
 
 def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
@@ -57,8 +87,7 @@ def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("rope_kernels::row_kl", mutates_args=())
-def _row_kl(
+def _forward(
     student_q: torch.Tensor,
     student_k: torch.Tensor | None,
     teacher_q: torch.Tensor,
@@ -86,10 +115,13 @@ def _row_kl(
     from .chunked import row_kl_forward as chunked
 
     kl = chunked(*inputs, visibility)
-    return kl, kl.new_empty(0)
+    return kl, kl.new_empty(0)  # the chunked backward needs no parts
 
 
-@_row_kl.register_fake
+_forward_op = torch.library.custom_op("rope_kernels::row_kl", _forward, mutates_args=())
+
+
+@_forward_op.register_fake
 def _(student_q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty(student_q)
 
@@ -101,8 +133,7 @@ def _empty(student_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return kl, kl.new_empty(4, *kl.shape) if runs_on_triton(student_q) else kl.new_empty(0)
 
 
-@torch.library.custom_op("rope_kernels::row_kl_backward", mutates_args=())
-def _row_kl_backward(
+def _backward(
     grad: torch.Tensor,
     student_q: torch.Tensor,
     student_k: torch.Tensor | None,
@@ -123,7 +154,7 @@ def _row_kl_backward(
         return _empty_gradients(student_q, student_k)
     if runs_on_triton(student_q):
         with torch.cuda.device_of(student_q):  # Triton launches on the current GPU
-            if student_k is None or teacher_k is None:
+            if student_k is None or teacher_k is None:  # each row is a query and a key
                 if runs_on_hopper((student_q, teacher_q), visibility):
                     from .hopper_relation_backward import relation_kl_backward
                 else:
@@ -143,7 +174,10 @@ def _row_kl_backward(
     return row_kl_backward(grad, student_q, student_k, teacher_q, teacher_k, *scales, visibility)
 
 
-@_row_kl_backward.register_fake
+_backward_op = torch.library.custom_op("rope_kernels::row_kl_backward", _backward, mutates_args=())
+
+
+@_backward_op.register_fake
 def _(
     grad: torch.Tensor, student_q: torch.Tensor, student_k: torch.Tensor | None, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,22 +187,3 @@ def _(
 def _empty_gradients(student_q: torch.Tensor, student_k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of the backward, unwritten, in the layouts of the inputs: torch.compile lays out memory by this."""
     return torch.empty_like(student_q), student_q.new_empty(0) if student_k is None else torch.empty_like(student_k)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, student_scale, teacher_scale, causal, document, first, end = inputs
-    _, parts = output
-    ctx.save_for_backward(*tensors, parts, document, first, end)
-    ctx.settings = (student_scale, teacher_scale, causal)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 10
-    *tensors, document, first, end = ctx.saved_tensors
-    grad_q, grad_k = _row_kl_backward(grad, *tensors, *ctx.settings, document, first, end)
-    return grad_q, None if tensors[1] is None else grad_k, *(None,) * 8
-
-
-_row_kl.register_autograd(_backward, setup_context=_setup)

@@ -48,6 +48,7 @@ def _load(
         async_load(qt_desc, [batch, q_head, row, 0], own_full, own_t.index(group))
     for turn in range(block + 1):
         slot = turn % STAGES
+        # a barrier's phase flips each time its slot goes round; ^ 1 lets the first round pass, when all slots are free
         mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
         col = (block - turn) * BLOCK_N
         bar = full.index(slot)
@@ -68,7 +69,7 @@ def _scores(turn, qs, qt, memory, zero, BLOCK_D: gl.constexpr, STAGES: gl.conste
     zs = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
     zt = warpgroup_mma(qt, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
     zs, zt = warpgroup_mma_wait(0, deps=[zs, zt])
-    mbarrier.arrive(empty.index(slot), count=1)
+    mbarrier.arrive(empty.index(slot), count=1)  # the tile may be overwritten
     return zs, zt
 
 
@@ -105,6 +106,7 @@ def _forward_group(
     own_s, own_t, _, _, own_full, _, _ = memory
     kl_ptr, top_s_ptr, log_sum_s_ptr, top_t_ptr, log_sum_t_ptr = out_ptrs
     scale_s, scale_t = scales
+    # layout of a [64, BLOCK_N] product over the four warps of a warpgroup, 16 rows each
     Z: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     row = first_row + GROUP_ID * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, Z))
     col = (n_tiles - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, Z))
@@ -114,14 +116,14 @@ def _forward_group(
     qs = own_s.index(GROUP_ID).reshape([ROWS, BLOCK_D])
     qt = own_t.index(GROUP_ID).reshape([ROWS, BLOCK_D])
     zs, zt = _scores(0, qs, qt, memory, zero, BLOCK_D, STAGES)
-    top_s = gl.max(gl.where(seen, zs, -float("inf")), 1) * scale_s
+    top_s = gl.max(gl.where(seen, zs, -float("inf")), 1) * scale_s  # [64]
     top_t = gl.max(gl.where(seen, zt, -float("inf")), 1) * scale_t
     own_top_s = gl.expand_dims(top_s, 1)
     own_top_t = gl.expand_dims(top_t, 1)
     # an exponent so small that its exponential is 0, the same on both sides, so that the gap gets 0 * 0
     a_s = gl.where(seen, zs * scale_s - own_top_s, -1.0e4)
     a_t = gl.where(seen, zt * scale_t - own_top_t, -1.0e4)
-    none = _by_thread(zero)
+    none = _by_thread(zero)  # sums begin at 0
     sum_s, sum_t, gap = _accumulate(a_s, a_t, none, none, none)
     for turn in range(1, n_tiles):
         zs, zt = _scores(turn, qs, qt, memory, zero, BLOCK_D, STAGES)
@@ -171,7 +173,7 @@ def _row_kl_hopper_fwd_kernel(
     first_row = block * (2 * ROWS)
     n_tiles = block + 1
     memory = shared_tiles(qs_desc, ks_desc, qt_desc, kt_desc, STAGES, 2)
-    start = head.to(gl.int64) * n
+    start = head.to(gl.int64) * n  # of the head's rows in [batch, n_heads, n]
     out_ptrs = (kl_ptr + start, top_s_ptr + start, log_sum_s_ptr + start, top_t_ptr + start, log_sum_t_ptr + start)
     scales = (scale_s, scale_t)
     gl.warp_specialize(
@@ -183,6 +185,7 @@ def _row_kl_hopper_fwd_kernel(
                 (qs_desc, ks_desc, qt_desc, kt_desc, memory, batch, q_head, q_head // GROUP, block, BLOCK_N, STAGES),
             ),
         ],
+        # warps, and registers of a thread, of the second warpgroup and of the loader
         [4, 4],
         [240, 24],
     )

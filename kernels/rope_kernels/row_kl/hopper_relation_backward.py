@@ -39,8 +39,8 @@ def _relation_kl_prepare_kernel(
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
-    at = head.to(tl.int64) * n + row
-    to = head.to(tl.int64) * padded_n + row
+    at = head.to(tl.int64) * n + row  # in [heads, n]
+    to = head.to(tl.int64) * padded_n + row  # in [heads, padded_n]
     in_row = row < n
     in_padded = row < padded_n
     top = tl.load(top_ptr + head)
@@ -53,6 +53,7 @@ def _relation_kl_prepare_kernel(
         log_sum_t_ptr + at, mask=in_row, other=0.0
     )
     largest = tl.load(largest_ptr + head)
+    # 2**30: a sum is below twice that, which an int32 holds
     quantum = 1073741824.0 / (1.01 * tl.maximum(largest, 1e-15))
     tl.store(shift_s_ptr + to, -shift_s, mask=in_padded)
     tl.store(shift_t_ptr + to, -shift_t, mask=in_padded)
@@ -85,7 +86,7 @@ def _relation_kl_finish_kernel(
     sums = sum_ptr + (tl.program_id(1).to(tl.int64) * padded_n + row)[:, None] * BLOCK_D + d[None, :]
     unit = tl.load(unit_ptr + head.to(tl.int64) * padded_n + row)
     out_ptr += (head // n_heads).to(tl.int64) * stride_b + (head % n_heads).to(tl.int64) * stride_h
-    at = out_ptr + row[:, None].to(tl.int64) * stride_n + d[None, :]
+    at = out_ptr + row[:, None].to(tl.int64) * stride_n + d[None, :]  # [BLOCK_M, BLOCK_D], and so is sums
     mask = (row < n)[:, None] & (d < HEAD_DIM)[None, :]
     key = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     query = tl.load(sums).to(tl.float32) * unit[:, None]
@@ -110,13 +111,14 @@ def relation_kl_backward(
     blocks = triton.cdiv(n, 64 * n_groups)
     padded_n = blocks * 64 * n_groups
     grad = grad.contiguous()
-    top = grad.abs().amax(-1)
+    top = grad.abs().amax(-1)  # [batch, n_heads], and so is largest
     largest = torch.linalg.vector_norm(student, float("inf"), dim=(-2, -1)).float()
-    rows = parts.new_empty(5, heads, padded_n)
+    rows = parts.new_empty(5, heads, padded_n)  # shifts of student and teacher, weight, quantum, unit
     _relation_kl_prepare_kernel[(triton.cdiv(padded_n, 1024), heads)](
         grad, *parts, top, largest, *rows, n, padded_n, student_scale, BLOCK=1024
     )
     launch_heads = heads_of_a_launch(heads, padded_n * block_d * 4)
+    # zeros, because blocks add to them
     sums = torch.zeros(launch_heads * padded_n, block_d, dtype=torch.int32, device=student.device)
     s_desc, t_desc = (describe(x, 64, block_d) for x in (student, teacher))
     sum_desc = TensorDescriptor.from_tensor(sums, [64, block_d], gl.NVMMASharedLayout(128, 32, 2))

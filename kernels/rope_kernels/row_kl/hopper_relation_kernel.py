@@ -58,6 +58,7 @@ def _load(
     for turn in range(n_turns):
         row = (first_tile + turn) * ROWS
         slot = turn % S_STAGES
+        # the phase of a barrier flips each round of its ring; ^ 1 lets the first round pass, when all slots are free
         mbarrier.wait(s_empty.index(slot), ((turn // S_STAGES) & 1) ^ 1)
         mbarrier.expect(s_full.index(slot), s_desc.block_type.nbytes)
         async_load(s_desc, [batch, head, row, 0], s_full.index(slot), ring_s.index(slot))
@@ -111,7 +112,7 @@ def _difference_tile(
     mbarrier.wait(t_full.index(slot), (turn // T_STAGES) & 1)
     t_i = ring_t.index(slot).reshape(t_j.shape)
     zt = warpgroup_mma(t_i, t_j.permute((1, 0)), zero, use_acc=False, is_async=True)
-    p = gl.exp2(zs * scale_s + shift_s)
+    p = gl.exp2(zs * scale_s + shift_s)  # P_student, while the tensor cores multiply the teacher's tile
     zt = warpgroup_mma_wait(0, deps=[zt])
     mbarrier.arrive(t_empty.index(slot), count=1)
     # the last turn multiplies its own tile once more, which nobody reads
@@ -119,7 +120,7 @@ def _difference_tile(
     c = (p - gl.exp2(zt * scale_t + shift_t)) * weight
     if DIAGONAL:
         c = gl.where(gl.expand_dims(row_j, 0) <= gl.expand_dims(row_i, 1), c, 0.0)
-    buffer = turn & 1
+    buffer = turn & 1  # two tiles of C: one is formed while the other is multiplied
     mbarrier.wait(c_empty.index(buffer), ((turn >> 1) & 1) ^ 1)
     c_ring.index(buffer * N_GROUPS + GROUP_ID).store(c.to(c_ring.dtype))
     fence_async_shared()
@@ -150,7 +151,7 @@ def _differences(
     mbarrier.wait(own_full, 0)
     s_j = own_s.index(GROUP_ID).reshape([ROWS, BLOCK_D])
     t_j = own_t.index(GROUP_ID).reshape([ROWS, BLOCK_D])
-    diagonal = gl.minimum(n_turns, N_GROUPS)
+    diagonal = gl.minimum(n_turns, N_GROUPS)  # later tiles of queries see all of the block's keys
     zs = warpgroup_mma_wait(0, deps=[_student_scores(0, s_j, memory, zero, S_STAGES)])
     for turn in range(0, diagonal):
         zs = _difference_tile(
@@ -187,7 +188,7 @@ def _gradients(
     own_s, _, ring_s, _, c_ring, own_full, _, s_empty, _, _, c_full, c_empty = memory
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     zero = gl.zeros([ROWS, BLOCK_D], gl.float32, ACC)
-    acc_0 = zero
+    acc_0 = zero  # C^T X of the first 64 keys, [64, BLOCK_D]; acc_1 and acc_2 of the next
     acc_1 = zero
     acc_2 = zero
     row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
@@ -197,12 +198,12 @@ def _gradients(
     for turn in range(n_turns):
         slot = turn % S_STAGES
         buffer = turn & 1
-        quantum = gl.expand_dims(gl.load(quantum_ptr + (first_tile + turn) * ROWS + row), 1)
+        quantum = gl.expand_dims(gl.load(quantum_ptr + (first_tile + turn) * ROWS + row), 1)  # [64, 1]
         mbarrier.wait(c_full.index(buffer), (turn >> 1) & 1)
         x_i = ring_s.index(slot).reshape([ROWS, BLOCK_D])
         c_0 = c_ring.index(buffer * N_GROUPS)
         c_1 = c_ring.index(buffer * N_GROUPS + 1)
-        part = warpgroup_mma(c_0, x_0, zero, use_acc=False, is_async=True)
+        part = warpgroup_mma(c_0, x_0, zero, use_acc=False, is_async=True)  # C X of the tile's queries
         part = warpgroup_mma(c_1, x_1, part, is_async=True)
         if N_GROUPS == 3:
             c_2 = c_ring.index(buffer * N_GROUPS + 2)
@@ -212,11 +213,12 @@ def _gradients(
         if N_GROUPS == 3:
             acc_2 = warpgroup_mma(c_2.permute((1, 0)), x_i, acc_2, is_async=True)
         part = warpgroup_mma_wait(N_GROUPS, deps=[part])  # those to acc run on
+        # float32 to the nearest int32
         whole = gl.inline_asm_elementwise(
             "cvt.rni.s32.f32 $0, $1;", "=r,f", [part * quantum], dtype=gl.int32, is_pure=True, pack=1
         )
         out = staging.index(turn % OUT_STAGES)
-        tma.store_wait(OUT_STAGES - 1)
+        tma.store_wait(OUT_STAGES - 1)  # until the buffer that is written next has been read
         out.store(whole)
         fence_async_shared()
         _reduce_add(sum_desc, [sum_row + (first_tile + turn) * ROWS, 0], out)
@@ -226,7 +228,7 @@ def _gradients(
             acc_0, acc_1 = warpgroup_mma_wait(0, deps=[acc_0, acc_1])
         mbarrier.arrive(s_empty.index(slot), count=1)
         mbarrier.arrive(c_empty.index(buffer), count=1)
-    tma.store_wait(0)
+    tma.store_wait(0)  # shared memory must live until the last sums are out
     row += first_tile * ROWS
     _write(acc_0, out_ptr, stride_out, row, n, factor, own_s.dtype, HEAD_DIM)
     _write(acc_1, out_ptr, stride_out, row + ROWS, n, factor, own_s.dtype, HEAD_DIM)
@@ -309,7 +311,7 @@ def relation_kl_hopper_bwd_kernel(
     head = first_head + in_launch
     batch = head // n_heads
     own_head = head % n_heads
-    n_turns = gl.cdiv(n, ROWS) - first_tile
+    n_turns = gl.cdiv(n, ROWS) - first_tile  # tiles of queries from the diagonal to the end
     memory = _shared(s_desc, t_desc, S_STAGES, T_STAGES, N_GROUPS)
     staging = gl.allocate_shared_memory(gl.int32, [OUT_STAGES] + sum_desc.block_shape, sum_desc.layout)
     start = head.to(gl.int64) * padded_n

@@ -24,7 +24,7 @@ def attention_map_kl_ref(
         student_scale: None means head_dim ** -0.5.
         teacher_scale: None means head_dim ** -0.5.
     """
-    group = student_q.shape[1] // student_k.shape[1]
+    group = student_q.shape[1] // student_k.shape[1]  # query heads of a key head
     student, teacher = (
         _log_map(q, k.repeat_interleave(group, 1), visible, scale)
         for q, k, scale in ((student_q, student_k, student_scale), (teacher_q, teacher_k, teacher_scale))
@@ -72,5 +72,5 @@ def relation_mse_ref(
 
 def _log_map(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float | None) -> torch.Tensor:
     """Log of softmax_row(scale Q K^T) over what is visible, 0 elsewhere."""
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)  # [batch, n_heads, n, n]
     return scores.masked_fill(~visible, -torch.inf).log_softmax(-1).masked_fill(~visible, 0)

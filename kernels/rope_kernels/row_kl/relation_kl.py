@@ -19,6 +19,7 @@ def relation_kl(
     student_scale: float | None = None,
     teacher_scale: float | None = None,
     visibility: Visibility | None = None,
+    found: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """KL(R_t(i, :) || R_s(i, :)) of each row i, with R = softmax_row(scale X X^T + mask), in nats.
 
@@ -36,6 +37,8 @@ def relation_kl(
         student_scale: of X_s X_s^T, above 0; None means head_dim ** -0.5.
         teacher_scale: of X_t X_t^T, above 0; None means head_dim ** -0.5.
         visibility: for these inputs, made once for many calls, instead of `causal`, `key_mask` and `cu_seqlens`.
+        found: an empty list, which is filled with what the forward finds. A second call with the same values and this
+            list, as a checkpointed layer makes in backward, takes it from there.
 
     Returns:
         [batch, n_heads, n] float32, float64 for float64 inputs. A row that sees a token with nan or infinity in it is
@@ -49,4 +52,4 @@ def relation_kl(
     """
     require_heads("student", student, "teacher", teacher)
     visibility = visibility_of("student", student, causal, key_mask, cu_seqlens, visibility)
-    return row_kl((student, None), (teacher, None), student_scale, teacher_scale, visibility)
+    return row_kl((student, None), (teacher, None), student_scale, teacher_scale, visibility, found)

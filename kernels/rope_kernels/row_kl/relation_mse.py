@@ -41,11 +41,11 @@ def relation_mse(
     scales = scales_of(student.shape[-1], student_scale, teacher_scale)
 
     def of_rows(student: torch.Tensor, teacher: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
-        seen = seen_by.mask(rows, keys, student.device)[:, :, None]
+        seen = seen_by.mask(rows, keys, student.device)[:, :, None]  # [batch or 1, 1, 1, n_rows, n_keys]
         with torch.autocast(student.device.type, enabled=False):
             maps = [log_map(x, x, rows, keys, z, seen).exp() for x, z in zip((student, teacher), scales, strict=True)]
         # rows that see nothing have equal maps here
-        return (maps[1] - maps[0]).square().sum(-1).flatten(1, 2)
+        return (maps[1] - maps[0]).square().sum(-1).flatten(1, 2)  # [batch, n_heads, n_rows]
 
     parts = [
         checkpoint(of_rows, student, teacher.detach(), rows, keys, use_reentrant=False)

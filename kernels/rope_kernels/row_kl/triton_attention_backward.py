@@ -53,7 +53,7 @@ def _attention_kl_dq_kernel(
     PRECISION: tl.constexpr,
 ):
     """Gradient to one block of queries: dQ_i = scale g_i sum_j (P_s - P_t)_ij K_j."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     head = tl.program_id(1)
     batch = (head // n_heads).to(tl.int64)
     q_head = (head % n_heads).to(tl.int64)
@@ -62,7 +62,7 @@ def _attention_kl_dq_kernel(
     d = tl.arange(0, BLOCK_D)
     in_row = row < n
     q_mask = in_row[:, None] & (d[None, :] < HEAD_DIM)
-    at = row[:, None].to(tl.int64)
+    at = row[:, None].to(tl.int64)  # times a stride it passes 2**31
     qs = tl.load(
         qs_ptr + batch * stride_qs_b + q_head * stride_qs_h + at * stride_qs_n + d[None, :], mask=q_mask, other=0.0
     )
@@ -71,9 +71,10 @@ def _attention_kl_dq_kernel(
     )
     ks_ptr += batch * stride_ks_b + kv_head * stride_ks_h
     kt_ptr += batch * stride_kt_b + kv_head * stride_kt_h
-    rows = head.to(tl.int64) * n
+    rows = head.to(tl.int64) * n  # the head's rows in [batch, n_heads, n]
     top_s = tl.load(top_s_ptr + rows + row, mask=in_row, other=0.0)
     top_t = tl.load(top_t_ptr + rows + row, mask=in_row, other=0.0)
+    # inf: rows behind the end have probabilities of 0
     log_sum_s = tl.load(log_sum_s_ptr + rows + row, mask=in_row, other=float("inf"))
     log_sum_t = tl.load(log_sum_t_ptr + rows + row, mask=in_row, other=float("inf"))
     grad = tl.load(grad_ptr + rows + row, mask=in_row, other=0.0)
@@ -85,10 +86,11 @@ def _attention_kl_dq_kernel(
     if HAS_DOCUMENTS:
         document_ptr += batch * n
         row_document = tl.load(document_ptr + row, mask=in_row, other=-1)
+        # the tiles of keys that some row of the block can meet
         low = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0)
         begin = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
         finish = tl.minimum(finish, tl.max(tl.load(end_ptr + batch * n + row, mask=in_row, other=0), 0))
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # sum_j C_ij K_j
     for start in range(begin, finish, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = (col[:, None] < n) & (d[None, :] < HEAD_DIM)
@@ -170,14 +172,14 @@ def _attention_kl_dk_kernel(
     begin = 0
     finish = n
     if CAUSAL:
-        begin = block * BLOCK_M // BLOCK_N * BLOCK_N
+        begin = block * BLOCK_M // BLOCK_N * BLOCK_N  # earlier queries do not see the block's keys
     if HAS_DOCUMENTS:
         document_ptr += batch * n
         low = tl.min(tl.load(first_ptr + batch * n + col, mask=in_col, other=n), 0)
         begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)
         finish = tl.max(tl.load(end_ptr + batch * n + col, mask=in_col, other=0), 0)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for member in range(GROUP):
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # sum_i C_ij Q_i
+    for member in range(GROUP):  # one after the other, without atomics, so that sums are the same in every run
         q_head = kv_head * GROUP + member
         qs_head = qs_ptr + batch * stride_qs_b + q_head * stride_qs_h
         qt_head = qt_ptr + batch * stride_qt_b + q_head * stride_qt_h

@@ -17,9 +17,9 @@ def _accumulate(zs, zt, seen, top_s, sum_s, top_t, sum_t, gap, scale_s, scale_t,
     if MASKED:
         zs = tl.where(seen, zs, -float("inf"))
         zt = tl.where(seen, zt, -float("inf"))
-    new_s = tl.maximum(top_s, tl.max(zs, 1) * scale_s)
+    new_s = tl.maximum(top_s, tl.max(zs, 1) * scale_s)  # [BLOCK_M]
     new_t = tl.maximum(top_t, tl.max(zt, 1) * scale_t)
-    a_s = zs * scale_s - new_s[:, None]
+    a_s = zs * scale_s - new_s[:, None]  # [BLOCK_M, BLOCK_N]
     a_t = zt * scale_t - new_t[:, None]
     p = tl.exp2(a_t)
     weighted = p * (a_t - a_s)
@@ -91,11 +91,11 @@ def _row_kl_fwd_kernel(
     d = tl.arange(0, BLOCK_D)
     in_row = row < n
     q_mask = in_row[:, None] & (d[None, :] < HEAD_DIM)
-    at = row[:, None].to(tl.int64)
-    out = head.to(tl.int64) * n + row
+    at = row[:, None].to(tl.int64)  # times a stride it passes 2**31
+    out = head.to(tl.int64) * n + row  # in [batch, n_heads, n]
     if REPAIR:
         written = tl.load(kl_ptr + out, mask=in_row, other=0.0)
-        if tl.sum((written != written).to(tl.int32)) == 0:
+        if tl.sum((written != written).to(tl.int32)) == 0:  # no nan
             return
     qs = tl.load(
         qs_ptr + batch * stride_qs_b + q_head * stride_qs_h + at * stride_qs_n + d[None, :], mask=q_mask, other=0.0
@@ -133,6 +133,7 @@ def _row_kl_fwd_kernel(
             col = start + tl.arange(0, BLOCK_N)
             k_mask = d[:, None] < HEAD_DIM
             to = col[None, :].to(tl.int64)
+            # [BLOCK_D, BLOCK_N], transposed as it is loaded
             ks = tl.load(ks_ptr + to * stride_ks_n + d[:, None], mask=k_mask, other=0.0)
             kt = tl.load(kt_ptr + to * stride_kt_n + d[:, None], mask=k_mask, other=0.0)
             zs = tl.dot(qs, ks, input_precision=PRECISION)
@@ -156,6 +157,7 @@ def _row_kl_fwd_kernel(
     saw = (sum_t != 0) | (gap != gap) | (top_t > -3.0e38)
     log_sum_s = tl.log2(tl.where(saw, sum_s, 1.0))
     log_sum_t = tl.log2(tl.where(saw, sum_t, 1.0))
+    # times ln 2: from bits to nats
     kl = (gap / tl.where(saw, sum_t, 1.0) - (log_sum_t - log_sum_s)) * 0.6931471805599453
     tl.store(kl_ptr + out, tl.where(saw, kl, 0.0), mask=in_row)
     tl.store(top_s_ptr + out, tl.where(saw, top_s, 0.0), mask=in_row)

@@ -52,6 +52,7 @@ def _sweep(
             log_sum_s_j = tl.load(log_sum_s_ptr + col, mask=in_col, other=float("inf"))
             log_sum_t_j = tl.load(log_sum_t_ptr + col, mask=in_col, other=float("inf"))
             grad_j = tl.load(grad_ptr + col, mask=in_col, other=0.0)
+        # [M, N]; z_ij = z_ji, so that one product serves both roles
         zs = tl.dot(s_i, tl.trans(s_j), input_precision=PRECISION)
         zt = tl.dot(t_i, tl.trans(t_j), input_precision=PRECISION)
         if AS_QUERIES:
@@ -61,6 +62,7 @@ def _sweep(
         if AS_KEYS:
             top_s, log_sum_s = top_s_j[None, :], log_sum_s_j[None, :]
             top_t, log_sum_t = top_t_j[None, :], log_sum_t_j[None, :]
+            # C_ji, by the softmax of rows j
             as_key = difference(zs, zt, top_s, log_sum_s, top_t, log_sum_t, scale_s, scale_t) * grad_j[None, :]
             if AS_QUERIES:
                 together = (row < n)[:, None] & in_col[None, :]
@@ -128,10 +130,10 @@ def _relation_kl_bwd_kernel(
     d = tl.arange(0, BLOCK_D)
     in_row = row < n
     x_mask = in_row[:, None] & (d[None, :] < HEAD_DIM)
-    at = row[:, None].to(tl.int64)
+    at = row[:, None].to(tl.int64)  # times a stride it passes 2**31
     s_ptr += batch * stride_s_b + own_head * stride_s_h
     t_ptr += batch * stride_t_b + own_head * stride_t_h
-    rows = head.to(tl.int64) * n
+    rows = head.to(tl.int64) * n  # the head's rows in [batch, n_heads, n]
     top_s_ptr += rows
     top_t_ptr += rows
     log_sum_s_ptr += rows
@@ -150,6 +152,7 @@ def _relation_kl_bwd_kernel(
     if HAS_DOCUMENTS:
         document_ptr += batch * n
         row_document = tl.load(document_ptr + row, mask=in_row, other=-1)
+        # the tiles that some row of the block can meet
         low = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0)
         begin = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
         finish = tl.max(tl.load(end_ptr + batch * n + row, mask=in_row, other=0), 0)

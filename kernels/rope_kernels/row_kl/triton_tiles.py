@@ -49,7 +49,7 @@ def visible(row, col, row_document, document_ptr, n, CAUSAL: tl.constexpr, HAS_D
     if CAUSAL:
         seen &= col[None, :] <= row[:, None]
     if HAS_DOCUMENTS:
-        col_document = tl.load(document_ptr + col, mask=col < n, other=-2)
+        col_document = tl.load(document_ptr + col, mask=col < n, other=-2)  # the document of no query
         seen &= (row_document[:, None] == col_document[None, :]) & (row_document[:, None] >= 0)
     return seen
 

@@ -57,7 +57,7 @@ class Visibility:
         if document.ndim != 2 or document.is_floating_point() or document.is_complex() or document.dtype == torch.bool:
             raise ValueError(f"document must be {allowed}, got {described(document)}.")
         batch, seq_len = document.shape
-        index = torch.arange(seq_len, device=document.device).expand(batch, -1)
+        index = torch.arange(seq_len, device=document.device).expand(batch, -1)  # [batch, n], and so is all below
         # padding counts with the document before it
         last = torch.where(document >= 0, index, 0).cummax(1).values
         carried = document.gather(1, last)
@@ -66,7 +66,7 @@ class Visibility:
         first = torch.where(begins, index, 0).cummax(1).values
         ends = torch.ones_like(begins)
         ends[:, :-1] = begins[:, 1:]
-        end = torch.where(ends, index + 1, seq_len).flip(1).cummin(1).values.flip(1)
+        end = torch.where(ends, index + 1, seq_len).flip(1).cummin(1).values.flip(1)  # the next end at or after a token
         # renumbered, so that no two runs share a number
         runs = torch.where(document >= 0, begins.cumsum(1), -1)
         return cls(causal, *(x.int().contiguous() for x in (runs, first, end)))
@@ -83,7 +83,7 @@ class Visibility:
         seen = key <= query if self.causal else torch.ones(len(query), len(key), dtype=torch.bool, device=device)
         if self.document is None:
             return seen[None, None]
-        of_query = self.document[:, None, rows, None]
+        of_query = self.document[:, None, rows, None]  # [batch, 1, n_rows, 1]
         return seen & (of_query == self.document[:, None, None, keys]) & (of_query >= 0)
 
 
@@ -150,6 +150,7 @@ def make_visibility(
     if cu_seqlens is not None:
         borders = _borders(cu_seqlens, batch, seq_len).to(device, torch.int64)
         tokens = torch.arange(batch * seq_len, device=device)
+        # number of borders at or before each token
         document = torch.searchsorted(borders, tokens, right=True).view(batch, seq_len).int()
     if key_mask is not None:
         allowed = f"[{batch}, {seq_len}] bool on {device}"
@@ -171,11 +172,12 @@ def _borders(cu_seqlens: torch.Tensor | Sequence[int], batch: int, seq_len: int)
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
         raise ValueError(f"{allowed}, got {described(cu_seqlens)}.")
     starts = f"cu_seqlens must hold every start of a row, multiples of {seq_len}, as documents end with rows."
+    # reading borders here would wait for the GPU, or break the graph
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         ends = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == n_tokens)
         torch._assert_async(ends & (cu_seqlens[1:] > cu_seqlens[:-1]).all(), f"{allowed}.")
         rows = torch.arange(0, n_tokens, seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-        place = torch.searchsorted(cu_seqlens, rows).clamp(max=len(cu_seqlens) - 1)
+        place = torch.searchsorted(cu_seqlens, rows).clamp(max=len(cu_seqlens) - 1)  # where each start should stand
         torch._assert_async((cu_seqlens[place] == rows).all(), starts)
         return cu_seqlens
     borders = cu_seqlens.tolist()

@@ -45,7 +45,7 @@ class LinearCEKL(torch.autograd.Function):
         unit = torch.maximum(ce_weight.abs().max(), kl_weight.abs().max()) if len(labels) else ce_weight.new_ones(())
         unit = torch.where(unit > 0, unit, 1.0)
         scaled_ce, scaled_kl = ce_weight / unit, kl_weight / unit
-        ce, kl, entropy = (torch.zeros_like(ce_weight) for _ in range(3))
+        ce, kl, entropy = (torch.zeros_like(ce_weight) for _ in range(3))  # [N]
         is_top1 = torch.zeros_like(labels, dtype=torch.bool)
         ce_factor = torch.ones_like(ce_weight)
         reference = None if ce_reference is None else ce_reference.to(exact)
@@ -66,7 +66,8 @@ class LinearCEKL(torch.autograd.Function):
                 continue
             taught = teacher if both else None
             sides = 2 if both else 1
-            n_rows = chunk_rows or _rows_at_a_time(weight, sides)
+            n_rows = chunk_rows or _rows_at_a_time(weight, sides)  # of each side
+            # one buffer for all chunks
             logits = weight.new_empty(sides * min(n_rows, len(index)), weight.shape[0], dtype=exact)
             for chunk in index.split(n_rows):
                 n = len(chunk)
@@ -80,6 +81,7 @@ class LinearCEKL(torch.autograd.Function):
                 else:
                     assert hidden_view is not None
                     hidden = hidden_view[chunk]
+                    # the teacher stands in place of the standard view, without labels, and its gradient is dropped
                     _product(taught.hidden[chunk], taught.weight, taught.bias, logits[:n])
                     _product(hidden, weight, bias, logits[n : 2 * n])
                 metrics, gradient = in_rows(
@@ -97,19 +99,19 @@ class LinearCEKL(torch.autograd.Function):
                     kl[chunk] = metrics.kl
                 targets = [(grad_std, slice(0, n)), (grad_view, slice(n, 2 * n))][:sides]
                 if taught is not None:
-                    gradient, targets = gradient[n:], [(grad_view, slice(0, n))]
+                    gradient, targets = gradient[n:], [(grad_view, slice(0, n))]  # none to the teacher
                 else:
                     ce[chunk], entropy[chunk] = metrics.ce, metrics.entropy
                     is_top1[chunk], ce_factor[chunk] = metrics.is_top1, metrics.ce_factor
                 if grad_bias is not None:
                     grad_bias += gradient.sum(0, dtype=exact)
                 if any(grad is not None for grad, _ in targets):
-                    back = gradient @ weight
+                    back = gradient @ weight  # [sides n, H]
                     for grad, part in targets:
                         if grad is not None:
                             grad[chunk] = back[part]
                 if grad_weight is not None:
-                    _add_product(grad_weight, gradient.t(), hidden)
+                    _add_product(grad_weight, gradient.t(), hidden)  # [V, H]
             del logits, gradient
         ctx.save_for_backward(
             grad_std,
@@ -126,7 +128,7 @@ class LinearCEKL(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         *grads, unit = ctx.saved_tensors
         factor = grad * unit
-        return (*(None if g is None else (g * factor).to(g.dtype) for g in grads), *(None,) * 9)
+        return (*(None if g is None else (g * factor).to(g.dtype) for g in grads), *(None,) * 9)  # 9 constants
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -75,6 +75,7 @@ def linear_kl_rows(
         teacher_weight, teacher_bias = whole(teacher_weight), None if teacher_bias is None else whole(teacher_bias)
     teacher_hidden = teacher_hidden.detach()
 
+    # of one chunk, [n]; its logits are formed again in the backward
     def rows(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             log_p = _log_probabilities(teacher, teacher_weight, teacher_bias, output, temperature)

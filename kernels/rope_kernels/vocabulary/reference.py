@@ -27,6 +27,7 @@ def linear_kl_rows_ref(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """Reference twin of `linear_kl_rows`: all logits at once, in the dtype of the inputs, through autograd."""
+    # [N, V] each: q the student's distribution, p the teacher's
     log_q = _log_probabilities(student_hidden, student_weight, student_bias, logit_scale, softcap, temperature)
     with torch.no_grad():
         log_p = _log_probabilities(teacher_hidden, teacher_weight, teacher_bias, logit_scale, softcap, temperature)
@@ -50,19 +51,20 @@ def linear_ce_kl_ref(
     teacher_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference twin of `linear_ce_kl`'s scalar: all logits at once, in the dtype of the inputs, through autograd."""
+    # [N, V] each: q of the standard view, p of the view
     log_q = _log_probabilities(hidden_std, weight, bias, logit_scale, softcap)
     log_p = _log_probabilities(hidden_view, weight, bias, logit_scale, softcap)
     ce = F.nll_loss(log_q, labels, ignore_index=IGNORE_INDEX, reduction="none")
     if teacher_hidden is not None:
         assert teacher_weight is not None
         log_q = _log_probabilities(teacher_hidden, teacher_weight, teacher_bias, logit_scale, softcap)
-    log_q = log_q.detach()
+    log_q = log_q.detach()  # the target of the divergence is held fixed
     if direction == "reverse":
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     elif direction == "forward":
         kl = (log_q.exp() * (log_q - log_p)).sum(-1)
     else:
-        log_m = ((log_p.exp() + log_q.exp()) / 2).log()
+        log_m = ((log_p.exp() + log_q.exp()) / 2).log()  # of the mean of both
         kl = ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
     return (ce_weight * ce + kl_weight * kl).sum()
 

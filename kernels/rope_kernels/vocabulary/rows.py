@@ -107,9 +107,9 @@ def vocabulary_rows(
     Returns:
         Metrics, and the gradient in the shape of `products`.
     """
-    standard, *view = products.split(len(labels))
+    standard, *view = products.split(len(labels))  # [n, V] each
     labelled = labels != IGNORE_INDEX
-    place = labels.clamp_min(0)[:, None]
+    place = labels.clamp_min(0)[:, None]  # [n, 1]; -100 is no index
     z = head.logits(standard)
     log_q = z.log_softmax(-1)
     q = log_q.exp()
@@ -117,7 +117,7 @@ def vocabulary_rows(
     # 0 ln 0 is 0: a head may mask words with -inf; nan is no 0, and stays
     entropy = torch.where(labelled, -torch.xlogy(q, q).sum(-1), 0.0)
     is_top1 = (z.gather(1, place).squeeze(1) >= z.amax(-1)) & labelled
-    gradient = q.scatter_add(1, place, torch.full_like(place, -1, dtype=q.dtype))
+    gradient = q.scatter_add(1, place, torch.full_like(place, -1, dtype=q.dtype))  # q - 1[label]
     factor = ce_factors(ce, ce_reference, ce_cap)
     gradient = head.back(gradient * torch.where(labelled, factor * ce_weight, 0.0)[:, None], z)
     if not view:
@@ -135,7 +135,7 @@ def vocabulary_rows(
     else:
         log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, dtype=p.dtype))
         gap = torch.where(p != 0, log_p - log_m, 0.0)
-        mean_gap = (p * gap).sum(-1)
+        mean_gap = (p * gap).sum(-1)  # KL(p || m)
         kl = (mean_gap + (q * torch.where(q != 0, log_q - log_m, 0.0)).sum(-1)) / 2
         view_gradient = p * (gap - mean_gap[:, None]) / 2
     kl = torch.where(kl_weight != 0, kl, 0.0)

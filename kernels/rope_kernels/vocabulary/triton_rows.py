@@ -82,11 +82,11 @@ def _vocabulary_rows_kernel(
     for start in tl.range(0, n_cols, BLOCK, num_stages=STAGES):
         col = start + place
         zq = _logits(std_ptr, col, n_cols, scale, softcap, SOFTCAP)
-        new_q = tl.maximum(top_q, zq)
+        new_q = tl.maximum(top_q, zq)  # [BLOCK]
         eq = tl.exp(zq - new_q)
         shrink_q = tl.exp(top_q - new_q)
         sum_q = sum_q * shrink_q + eq
-        mean_q = mean_q * shrink_q + tl.where(eq != 0, eq * zq, 0.0)
+        mean_q = mean_q * shrink_q + tl.where(eq != 0, eq * zq, 0.0)  # sum_v exp(z_v - top) z_v, for the entropy
         if HAS_VIEW:
             zp = _logits(view_ptr, col, n_cols, scale, softcap, SOFTCAP)
             new_p = tl.maximum(top_p, zp)
@@ -99,7 +99,7 @@ def _vocabulary_rows_kernel(
                 gap = gap * shrink_q + tl.where(eq != 0, eq * (zq - zp), 0.0)
             top_p = new_p
         top_q = new_q
-    tops_q = top_q
+    tops_q = top_q  # the places' maxima; below, sums of all places relative to the largest
     top_q = tl.max(tops_q, 0)
     shrink_q = tl.exp(tops_q - top_q)
     sum_q = tl.sum(sum_q * shrink_q, 0)
@@ -117,7 +117,7 @@ def _vocabulary_rows_kernel(
             reference = tl.load(reference_ptr + row)
             limited = tl.minimum(tl.exp(reference - ce), cap) + 0.0 * reference
             factor = tl.where(reference != reference, 1.0, limited)
-        tl.store(entropy_ptr + row, lse_q - mean_q / sum_q)
+        tl.store(entropy_ptr + row, lse_q - mean_q / sum_q)  # -sum_v q_v (z_v - lse)
         tl.store(is_top1_ptr + row, z_label >= top_q)
     ce_weight = tl.where(labelled, factor * tl.load(ce_weight_ptr + row), 0.0)
     lse_p = 0.0
@@ -189,7 +189,7 @@ def vocabulary_rows(
     """`rows.vocabulary_rows` for contiguous float32 products, which the gradient in `dtype` replaces."""
     n_rows, n_cols = len(labels), products.shape[1]
     has_view = len(products) > n_rows
-    out = products.view(dtype)[:, :n_cols]
+    out = products.view(dtype)[:, :n_cols]  # in 16 bits, the first half of each row of products
     ce, kl, entropy = (torch.zeros(n_rows, dtype=torch.float32, device=products.device) for _ in range(3))
     is_top1 = torch.zeros(n_rows, dtype=torch.bool, device=products.device)
     with torch.cuda.device_of(products):  # Triton launches on the current GPU

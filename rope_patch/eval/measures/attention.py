@@ -191,12 +191,13 @@ def attention_distance(
     seq_len = rows.shape[1]
     if not 1 <= last <= seq_len:
         raise ValueError(f"last must be in 1..{seq_len}, got {last}.")
+    # bins of distances 0, 1, 2..3, 4..7, 8..15, ...
     edges = [0, *(2**k for k in range(20) if 2**k < seq_len), seq_len]
-    queries = torch.arange(seq_len - last, seq_len)
+    queries = torch.arange(seq_len - last, seq_len)  # [last]
     # distances edges[k] <= i - j < edges[k + 1] are the consecutive keys i - edges[k + 1] < j <= i - edges[k]
     ends = (queries[:, None] - torch.tensor(edges) + 1).clamp(0, seq_len).to(subject.device)  # [last, n_bins + 1]
     count: dict[int, torch.Tensor] = {}
-    mass: dict[int, torch.Tensor] = {}
+    mass: dict[int, torch.Tensor] = {}  # by layer, float64 [n_bins], and so is count
     heads: dict[int, int] = {}
 
     def visit(layer: int, over_keys: torch.Tensor, to_keys: torch.Tensor) -> None:
@@ -242,12 +243,12 @@ def entropy_ratio(
     if window is None:
         raise ValueError("the model's config names no trained window: pass window, in positions.")
     subject.check_rows(rows, at_least=window + 2)
-    first = min(64, window // 2)
+    first = min(64, window // 2)  # with few keys the entropy of any model is low
     inside = torch.linspace(first, window, n_queries).long()
     beyond = torch.linspace(window + 1, rows.shape[1] - 1, n_queries).long()
     queries = torch.cat([inside, beyond])
-    visible = (queries + 1).double().log().to(subject.device)
-    sums: dict[int, torch.Tensor] = {}
+    visible = (queries + 1).double().log().to(subject.device)  # [2 * n_queries], ln of the number of keys
+    sums: dict[int, torch.Tensor] = {}  # by layer, float64 [2, 2 * n_queries]
     heads: dict[int, int] = {}
 
     def visit(layer: int, over_keys: torch.Tensor, to_keys: torch.Tensor) -> None:
@@ -311,7 +312,7 @@ def _visit_groups(call: AttentionCall, queries: torch.Tensor, visit: Visit) -> N
     query, key, options = call.query, call.key, call.options  # [1, n_heads, n, head_dim], [1, n_kv_heads, n, head_dim]
     sinks = options.get("s_aux")  # [n_heads], an extra logit in the softmax of each head
     distance = queries[:, None] - torch.arange(key.shape[2], device=key.device)  # [n_queries, n]
-    hidden = distance < 0
+    hidden = distance < 0  # later keys
     if options.get("sliding_window"):
         hidden |= distance >= options["sliding_window"]
     mask = call.mask  # [1, 1 or n_heads, n, n]; some families, e.g. Phi-MoE, apply a sliding window by the mask alone

@@ -144,6 +144,7 @@ def context_gain(
         if getattr(config, "sliding_window", None) and (layers is None or any("full" not in layer for layer in layers)):
             raise ValueError("kind='paper' does not work with sliding-window layers: use kind='exact'.")
     seq_len = rows.shape[1]
+    # [C - short] each, means over rows
     gains = {name: torch.zeros(seq_len - short, dtype=torch.float64) for name in dict.fromkeys(("exact", kind))}
     # tokens read of each row: the row, its short windows, which overlap, and for "paper" the row once more
     per_row = seq_len + len(range(0, seq_len - short, stride)) * (short + stride) + (kind == "paper") * seq_len
@@ -176,7 +177,7 @@ def _reencoded(
     batches += [[a] for a in starts[len(whole) :]]
     losses = []
     for batch in batches:
-        windows = torch.stack([ids[a : a + short + stride] for a in batch])
+        windows = torch.stack([ids[a : a + short + stride] for a in batch])  # [batch, short + stride or fewer]
         windows[:, : len(begin)] = torch.tensor(list(begin), dtype=ids.dtype, device=ids.device)
         losses.append(subject.losses(subject.hidden(windows[:, :-1])[:, short - 1 :], windows[:, short:]).flatten())
     return torch.cat(losses)
@@ -192,6 +193,7 @@ def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> 
         end = min(first + (short if first == 0 else stride), len(ids) - 1)
         layers: list[Any] = cache.layers
         for layer in layers:
+            # [1, n_kv_heads, short or fewer, head_dim], rotated by the positions that they had
             layer.keys, layer.values = layer.keys[..., -short:, :], layer.values[..., -short:, :]
         past = min(first, short)
         positions = torch.arange(past, past + end - first, device=ids.device)[None]
@@ -199,6 +201,7 @@ def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> 
         # the block predicts ids[first + 1 .. end]
         losses.append(subject.losses(hidden, ids[None, first + 1 : end + 1])[0])
         first = end
+    # losses are of targets 1, 2, ...
     return torch.cat(losses)[short - 1 :]
 
 

@@ -114,7 +114,7 @@ def evaluate(
                 {"tasks": named, "groups": {}, "group_map": {}},
                 limit=limit,
                 samples=None if samples is None else dict.fromkeys(named, samples),
-                bootstrap_iters=0,
+                bootstrap_iters=0,  # no standard errors: intervals are ours
                 log_samples=True,
                 apply_chat_template=chat,
             )
@@ -122,7 +122,7 @@ def evaluate(
     found = []
     for name in named:
         metrics = {
-            key.removesuffix(",none"): value
+            key.removesuffix(",none"): value  # "none" is lm-eval's name for no filter
             for key, value in results["results"][name].items()
             if isinstance(value, float) and "stderr" not in key
         }

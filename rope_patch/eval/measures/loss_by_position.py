@@ -278,7 +278,7 @@ def loss_by_position(
     """
     subject = Subject(model)
     subject.check_rows(rows)
-    total = torch.zeros(rows.shape[1] - 1, dtype=torch.float64)
+    total = torch.zeros(rows.shape[1] - 1, dtype=torch.float64)  # [seq_len - 1]
     blocks: list[tuple[float, ...]] = []
     with subject.evaluating(), token_bar(model, rows.numel(), title, show=progress) as done:
         for k, batch in enumerate(rows.split(batch_size), 1):
@@ -286,10 +286,10 @@ def loss_by_position(
             losses = subject.losses(subject.hidden(ids)[:, :-1], ids[:, 1:]).double().cpu()  # [batch, seq_len - 1]
             total += losses.sum(0)
             losses = F.pad(losses, (1, 0))  # [batch, seq_len], by target position
-            whole = losses[:, : losses.shape[1] // BLOCK * BLOCK]
-            blocks += map(tuple, whole.unflatten(1, (-1, BLOCK)).mean(-1).tolist())
+            whole = losses[:, : losses.shape[1] // BLOCK * BLOCK]  # without the last tokens, which fill no block
+            blocks += map(tuple, whole.unflatten(1, (-1, BLOCK)).mean(-1).tolist())  # [batch, n_blocks]
             done(k * batch_size * rows.shape[1])
-    loss = F.pad(total / len(rows), (1, 0), value=torch.nan)
+    loss = F.pad(total / len(rows), (1, 0), value=torch.nan)  # [seq_len]
     return LossByPosition(loss, len(rows), subject.trained_window, tuple(blocks), data_hash(rows))
 
 

@@ -201,7 +201,7 @@ def ruler(
     chosen = list(dict.fromkeys(task for _, task in documents))
     result = Ruler(list(lengths), {task: [] for task in chosen}, samples, [], {task: [] for task in chosen}, [])
     for length in lengths:
-        at_once = max(_TOKENS_AT_ONCE // (length * samples), 1)
+        at_once = max(_TOKENS_AT_ONCE // (length * samples), 1)  # tasks
         for first in range(0, len(chosen), at_once):
             together = {task: documents[length, task] for task in chosen[first : first + at_once]}
             measured: dict[str, dict[str, Any]] = {}
@@ -282,6 +282,7 @@ def _stored(task: str, length: int, score: float, logged: list[dict[str, Any]]) 
     """The stored result of one task and length, from lm-eval's log of its samples."""
     curve = None
     if task == "niah_multikey_2":
+        # in characters, where our own prompts count tokens
         places = [s["doc"]["input"].index(s["doc"]["outputs"][0]) / len(s["doc"]["input"]) for s in logged]
         scores = [s["score"] for s in logged]
         grid = RetrievalGrid(task, [length], [0.5], [scores], len(scores), places, scores)

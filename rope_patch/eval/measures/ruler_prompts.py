@@ -208,12 +208,14 @@ def _documents(
             )
         if task == "ruler_vt":
             make = lm_eval.vt_utils.sys_vartrack_w_noise_random
+            # 5 times the noise, 1 chain of 4 hops, as an example; 30 tokens of answer
             _require_room(task, tokenizer, _VT_EXAMPLE, lm_eval.vt_utils, (5, 1, 4, True), 30)
             (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=_VT_EXAMPLE, incremental=5)
             shown = f"{example['input']} {' '.join(example['outputs'])}\n\n"
             _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30 + frame, shown)
             return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=room, icl_example=example)
         if task == "ruler_cwe":
+            # 10 words; 120 tokens of answer
             _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, room), 120 + frame)
             return lm_eval.cwe_utils.sys_word_pair_random(num_samples=samples, max_seq_length=room, tokenizer=tokenizer)
         if task == "ruler_fwe":

@@ -96,7 +96,7 @@ _EIGHT: dict[str, _Benchmark] = {
             "sentence": r["sentence"],
             "option1": r["choices"][0],
             "option2": r["choices"][1],
-            "answer": str(r["label"] + 1),
+            "answer": str(r["label"] + 1),  # "1" or "2"
         },
     ),
     "arc_easy": _multiple_choice("arc_easy_test"),
@@ -131,7 +131,7 @@ BENCHMARKS = _EIGHT | {
             "context": r["context"],
             "question": r["question"],
             **{f"answer{letter}": choice for letter, choice in zip("ABC", r["choices"], strict=True)},
-            "label": str(r["label"] + 1),
+            "label": str(r["label"] + 1),  # "1" to "3"
         },
     ),
 }

@@ -112,7 +112,7 @@ def view_kl(
                 standard = subject.hidden(ids)[0, split:]  # [n - split, hidden]
             for k, skip in enumerate(skips):
                 with rope_view(model, Skip(split=split, skip=skip) if skip else "standard"):
-                    moved = subject.hidden(ids)[0, split:]
+                    moved = subject.hidden(ids)[0, split:]  # [n - split, hidden]
                 totals[k] += _mean_kl(subject, moved, standard, direction) / len(rows)
                 done((n * n_reads + k + 2) * rows.shape[1])
     return ViewKL(direction, rows.shape[1], split, list(skips), totals.tolist(), len(rows))
@@ -121,7 +121,7 @@ def view_kl(
 def _mean_kl(subject: Subject, moved: torch.Tensor, standard: torch.Tensor, direction: Direction) -> float:
     total = 0.0
     for a, b in zip(moved.split(_CHUNK), standard.split(_CHUNK), strict=True):
-        p, q = subject.log_probabilities(a), subject.log_probabilities(b)
+        p, q = subject.log_probabilities(a), subject.log_probabilities(b)  # logs, float32 [n, vocab_size]
         if direction == "forward":
             p, q = q, p
         total += (p.exp() * (p - q)).sum(-1).double().sum().item()

@@ -153,13 +153,13 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
 
 def _bit_sums(tensor: torch.Tensor) -> list[int]:
     flat = tensor.contiguous().flatten().view(torch.uint8)
-    width = 8 if flat.numel() % 8 == 0 else 1
+    width = 8 if flat.numel() % 8 == 0 else 1  # bytes of a word
     words = flat.view(torch.int64) if width == 8 else flat
     sums = [0, 0]
     for first in range(0, words.numel(), _CHUNK):
         part = _mixed(words[first : first + _CHUNK].to(torch.int64))
         index = torch.arange(first, first + part.numel(), device=part.device)
-        for k, odd in enumerate((0x9E3779B97F4A7C15 - (1 << 64), 0x27D4EB2F165667C5)):
+        for k, odd in enumerate((0x9E3779B97F4A7C15 - (1 << 64), 0x27D4EB2F165667C5)):  # in the range of int64
             # int64 wraps modulo 2**64; all weights are odd, so a change of one word always changes the sum
             weight = (index * odd) | 1
             sums[k] = (sums[k] + int((part * weight).sum().item())) & ((1 << 64) - 1)

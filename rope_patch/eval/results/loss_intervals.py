@@ -57,7 +57,7 @@ def interval_over_blocks(differences: Sequence[float]) -> tuple[float, float]:
     values = torch.tensor(differences, dtype=torch.float64)
     waves = max(1, int(0.4 * n ** (2 / 3)))
     wave = torch.arange(1, waves + 1, dtype=torch.float64)[:, None]  # [v, 1]
-    place = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    place = (torch.arange(n, dtype=torch.float64) + 0.5) / n  # [T]
     # without its mean: the cosines of a constant sum to rounding errors, which would widen equal differences
     heights = math.sqrt(2 / n) * torch.cos(math.pi * wave * place) @ (values - values.mean())
     return _around(values, heights.pow(2).mean().sqrt().item(), waves)

@@ -58,7 +58,7 @@ def paired_interval(
             for first in range(0, draws, at_once)
         ]
     )
-    out = math.sqrt(n / (n - 1)) * student_t((1 + confidence) / 2, n - 1)
+    out = math.sqrt(n / (n - 1)) * student_t((1 + confidence) / 2, n - 1)  # standard deviations from the mean
     tail = NormalDist().cdf(-out)
     low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return low, high

@@ -53,14 +53,25 @@ def test_opcheck(operator, path, layout, kind, monkeypatch):
     k, teacher_k = (None, None) if operator == "relation" else (tensor(layout, KV_HEADS) for _ in range(2))
     visible = visibility(kind, q.shape[0], q.shape[2])
     settings = (0.3, 0.2, visible.causal, *visible.tensors)
-    student = [None if x is None else x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k)]
-    if layout == "strided":
-        student = [None if x is None else x.requires_grad_() for x in (q, k)]
-    torch.library.opcheck(custom_op._row_kl, (student[0], student[1], teacher_q, teacher_k, *settings))
-    _, parts = custom_op._row_kl(q.detach(), k if k is None else k.detach(), teacher_q, teacher_k, *settings)
+    torch.library.opcheck(custom_op._forward_op, (q, k, teacher_q, teacher_k, *settings))
+    _, parts = custom_op._forward(q, k, teacher_q, teacher_k, *settings)
     grad = torch.rand(q.shape[2::-1]).permute(2, 1, 0)
-    inputs = (grad, *(None if x is None else x.detach() for x in (q, k)), teacher_q, teacher_k, parts)
-    torch.library.opcheck(custom_op._row_kl_backward, (*inputs, *settings))
+    torch.library.opcheck(custom_op._backward_op, (grad, q, k, teacher_q, teacher_k, parts, *settings))
+
+
+@pytest.mark.parametrize("path", ["chunked", "interpreter"])
+def test_what_an_earlier_call_found_is_not_computed_again(path, monkeypatch):
+    implementation(path, monkeypatch)
+    q, k, teacher_q, teacher_k = (tensor("transposed", heads) for heads in (HEADS, KV_HEADS, HEADS, KV_HEADS))
+    visible = visibility("padded and packed", *q.shape[::2])
+    weights = torch.rand(q.shape[:3])
+    found, results = [], []
+    for _ in range(2):
+        leaves = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k)]
+        kl = attention_map_kl(*leaves, teacher_q, teacher_k, visibility=visible, found=found)
+        results.append((kl.detach().clone(), *torch.autograd.grad((kl * weights).sum(), leaves)))
+        monkeypatch.setattr(custom_op, "_forward", None)  # a second forward would raise
+    assert all(torch.equal(first, again) for first, again in zip(*results, strict=True))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from support import oracle
 from support.tiny import tiny, tokens, transformed_logits
 
 from rope_kernels import attention_map_kl_ref, relation_kl_ref
+from rope_kernels.row_kl import custom_op
 from rope_patch import describe, native_rope, patch_model, rope_view
 from rope_patch.losses import (
     REQUEST,
@@ -124,6 +125,15 @@ def test_loss_and_gradients_of_full_training(family, kind):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant(variant):
     check_full("qwen3", "sdpa", "right", VARIANTS[variant], checkpointing=True)
+
+
+def test_a_checkpointed_layer_computes_its_kl_once(monkeypatch):
+    """The layer runs again in backward, and takes from its first run what the forward of the KL found."""
+    forwards, forward = [], custom_op._forward
+    monkeypatch.setattr(custom_op, "_forward", lambda *args: forwards.append(args) or forward(*args))
+    check_full("llama", "sdpa", "plain", {"attention": 1.0}, checkpointing=True)
+    n_layers = tiny().config.num_hidden_layers
+    assert len(forwards) == 2 * n_layers  # of q, k and v together, and of the map
 
 
 @pytest.mark.usefixtures("flex_runs_eagerly")

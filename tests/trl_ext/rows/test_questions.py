@@ -144,7 +144,7 @@ def strings(record):
 SKILLED = [
     text
     for words in (*CHAINS, *VALUES, *COUNTS, *ORDERS, *COMPARISONS, *PASSAGES)
-    for text in (*words.told, *(text for pair in words.asked.values() for text in pair))
+    for text in (*words.sentences, *(text for pair in words.asked.values() for text in pair))
 ]
 OURS = [text for words in FACT_WORDINGS for text in strings(words)] + SKILLED
 

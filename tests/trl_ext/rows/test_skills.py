@@ -128,7 +128,7 @@ def solve(tokenizer, row, skill, n):
         if text is None:
             first = min(m.start() for m in re.finditer(pattern(WORDINGS[skill][number].asked[what][0]), before))
             text = before[:first]
-            templates = WORDINGS[skill][number].told
+            templates = WORDINGS[skill][number].sentences
             told = [(m.start(), m.groupdict()) for each in templates for m in re.finditer(" " + pattern(each), text)]
             told = [fact for _, fact in sorted(told, key=lambda each: each[0])]
             assert len(told) == (0 if skill == "passage" else max(n, 3))
