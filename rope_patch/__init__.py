@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from .attention.string_positions import string_positions
 from .describe import describe
 from .export import export
+from .forward.recording import DrawnPositions, record_positions
 from .loading import load_adapter
 from .methods import list_methods
 from .on_load import patch_on_load
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RESCALINGS",
     "VIEWS",
+    "DrawnPositions",
     "RopeViewCallback",
     "__version__",
     "describe",
@@ -28,6 +30,7 @@ __all__ = [
     "native_rope",
     "patch_model",
     "patch_on_load",
+    "record_positions",
     "restore_query_scale",
     "rope_view",
     "string_positions",

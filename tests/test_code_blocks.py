@@ -1,11 +1,13 @@
 """Every code block of the pages runs, or its commands are checked, or a comment before it has the reason why not.
 
 Python blocks of a page run one after the other, as they stand but for `SHORTER`, in a folder that holds tiny models
-under the names of the hub. A command is parsed by the program that it names. A block that can be neither is preceded by
+under the names of the hub. A command is parsed by the program that it names; `rope-patch new`, and pip and pytest for
+what it has written, run. A block that can be neither is preceded by
 `<!-- skip: next "the reason" -->`, which no reader of the page sees.
 """
 
 import argparse
+import importlib
 import json
 import re
 import runpy
@@ -22,6 +24,7 @@ import torch
 import yaml
 from datasets import Dataset
 from support.characters import CHARACTERS, character_tokenizer
+from support.packages import pip_install, run_python
 from support.pages import is_made
 from support.tiny import tiny
 from sybil import Document, Sybil
@@ -33,7 +36,7 @@ from trl import DPOConfig
 
 from rope_patch.eval import MEASURES
 from rope_patch.rescalings import RESCALINGS
-from rope_patch.views import VIEWS
+from rope_patch.views import LAWS, VIEWS
 from trl_ext import RopeSFTConfig
 from trl_ext.cli.console import _parser
 from trl_ext.cli.model_spec import ModelSpec
@@ -41,7 +44,8 @@ from trl_ext.objectives import OBJECTIVES
 from trl_ext.recipes.launching import Launch, config_names
 from trl_ext.recipes.stages import FIELDS
 
-REGISTRIES = VIEWS, RESCALINGS, OBJECTIVES, MEASURES
+REGISTRIES = VIEWS, LAWS, RESCALINGS, OBJECTIVES, MEASURES
+SITE = "site-packages"  # of a workplace: what a notebook installs
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["benchmarks", "docs", "examples", "kernels", "research", "tests"]
 PAGES = [
@@ -155,6 +159,8 @@ def parsed(run):
 
 def check_rope_patch(arguments):
     known = _parser().parse_args(arguments)
+    if known.command == "new":
+        assert known.run(known) == 0
     if known.command == "train":
         launch, arguments = Launch.take(known.arguments)  # of a launch, as `run_train` takes them
         if launch is not None and not launch.config.endswith(".yaml"):
@@ -208,11 +214,16 @@ def check_python(arguments):
 def check_pytest(arguments):
     parser = argparse.ArgumentParser()
     parser.add_argument("-m", dest="marker")
+    parser.add_argument("--quiet", action="store_true")
     parser.add_argument("paths", nargs="*")
     known = parser.parse_args(arguments)
+    written = [path for path in known.paths if Path(path, "pyproject.toml").is_file()]
+    for path in written:
+        tests = run_python(Path(SITE).resolve(), path, "-m", "pytest")
+        assert tests.returncode == 0, tests.stdout
     markers = {line.partition(":")[0] for line in SETTINGS["tool"]["pytest"]["ini_options"]["markers"]}
     assert known.marker is None or known.marker in markers, f"no marker {known.marker}"
-    for path in known.paths:
+    for path in {*known.paths} - {*written}:
         assert (ROOT / path).exists(), f"no tests {path}"
 
 
@@ -220,10 +231,15 @@ def check_pip(arguments):
     parser = argparse.ArgumentParser()
     parser.add_argument("-c", dest="constraints")
     parser.add_argument("-e", dest="editable")
+    parser.add_argument("--quiet", action="store_true")
     parser.add_argument("packages", nargs="*")
     known = parser.parse_args(arguments[1:])
     assert arguments[0] == "install" and (known.constraints is None or (ROOT / known.constraints).is_file())
     for package in filter(None, [known.editable, *known.packages]):
+        if package.startswith("./"):
+            pip_install(package, SITE)
+            importlib.invalidate_caches()
+            continue
         name, extras = re.fullmatch(r"([\w.-]+)(?:\[([\w,]+)\])?", package).groups()
         assert name in {".", SETTINGS["project"]["name"]}, f"not our package: {name}"
         for extra in extras.split(",") if extras else []:
@@ -235,6 +251,7 @@ COMMANDS = {
     "git": check_git,
     "make": check_make,
     "pip": check_pip,
+    "pytest": check_pytest,
     "python": check_python,
     "rope-patch": check_rope_patch,
 }
@@ -252,7 +269,7 @@ def check_commands(example):
             COMMANDS[program](words[1:])
 
 
-def run_python(example):
+def run_block(example):
     page = Path(example.path)
     name = page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
     example.namespace.update(GIVEN.get(name, dict)())
@@ -276,7 +293,7 @@ def refuse(example):
 
 
 LEXER = RawFencedCodeBlockLexer(re.compile(r"(?P<language>.*)$\n", re.MULTILINE))
-EVALUATORS = {"python": run_python, "sh": check_commands, "yaml": check_recipe, "toml": check_entry_points}
+EVALUATORS = {"python": run_block, "sh": check_commands, "yaml": check_recipe, "toml": check_entry_points}
 
 
 def blocks(document):
@@ -340,20 +357,30 @@ def test_code_blocks_of_the_page(page, workplace, registries):
 
 
 def as_page(notebook):
-    """A notebook as a page: its cells with commands of a shell and those of Python are blocks."""
+    """A notebook as a page: its cells with commands of a shell, those of Python and those of files are blocks."""
     parts = []
     for cell in json.loads(notebook.read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code":
+            if source.startswith("%%writefile "):
+                file, code = source.removeprefix("%%writefile ").split("\n", 1)
+                source = f"from pathlib import Path\nPath({file!r}).write_text({code!r})"
             language = "sh" if source.startswith("!") else "python"
-            source = f"```{language}\n{source.removeprefix('!')}\n```"
+            source = f"```{language}\n{re.sub('^!', '', source, flags=re.MULTILINE)}\n```"
         parts.append(source)
     return "\n\n".join(parts)
 
 
-@pytest.mark.parametrize("notebook", sorted((ROOT / "examples/notebooks").glob("*.ipynb")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        pytest.param(file, id=file.stem, marks=[pytest.mark.slow] if "!pip" in file.read_text() else [])
+        for file in sorted((ROOT / "examples/notebooks").glob("*.ipynb"))
+    ],
+)
 def test_cells_of_the_notebook(notebook, workplace, registries, monkeypatch):
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    monkeypatch.syspath_prepend(workplace / SITE)
     page = workplace / f"{notebook.stem}.md"
     page.write_text(as_page(notebook))
     judge(Sybil([blocks, SkipParser()]).parse(page))

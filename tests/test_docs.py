@@ -7,35 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 from support.pages import RESULTS, ROOT, is_made
-from support.training import trainer
 
 from rope_patch.export import PROGRAMS
-from rope_patch.patch import view_source
 from rope_patch.rescalings import RESCALINGS
 from rope_patch.views import VIEWS
 from trl_ext.objectives import OBJECTIVES
 
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if not is_made(p))]
 METHODS = {*VIEWS, *RESCALINGS, *OBJECTIVES}
-
-
-def test_the_view_of_the_page_on_positions_trains(tmp_path, monkeypatch):
-    """As it stands, but for the device."""
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "positions.md").read_text()
-    (block,) = re.findall(r"```python\n([^`]*VIEWS\.register[^`]*)```", page)
-    names = {}
-    try:
-        code = block.replace('output_dir="out"', 'output_dir="out", use_cpu=True')
-        exec(compile(code, "positions.md", "exec"), names)
-        run = trainer(tmp_path, view="far-half", view_args={"most": 40})
-        source = view_source(run.model)
-        run.train()
-        assert source.view == names["FarHalf"](most=40) and 1 <= source.last.parameters["skip"].min() <= 40
-        with pytest.raises(ValueError, match="view 'far-half' needs whole documents"):
-            trainer(tmp_path, view="far-half", view_args={"most": 40}, packing=True, packing_strategy="wrapped")
-    finally:
-        VIEWS.pop("far-half", None)
 
 
 def anchors(page):

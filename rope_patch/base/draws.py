@@ -119,6 +119,77 @@ class DrawKey:
         """U{low..high}, both included, int64, high - low < 2**31. Its bias is below (high - low) / 2**32."""
         return self._tensor(between(self._words(slot)[0], low, high))
 
+    def rank(self, t: torch.Tensor, slot: int = 0) -> torch.Tensor:
+        """A random order of the tokens of each document: all L! permutations of 0 .. L - 1 are equally likely.
+
+        rank(t) is the number of tokens of the document whose number u = uniform(slot + t) is below that of token t.
+
+        Args:
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding, as in `View.draw_for`.
+            slot: first of the slots that are drawn; token t takes slot + t.
+
+        Returns:
+            int64, [batch, seq_len]; any number on padding.
+        """
+        _, _, order, begin = self._in_order(t, slot)
+        column = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        return torch.empty_like(order).scatter_(-1, order, column) - begin
+
+    def sorted(self, t: torch.Tensor, slot: int = 0) -> torch.Tensor:
+        """The t-th smallest of L numbers from U[0, 1) at token t of a document of L tokens.
+
+        Args:
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding, as in `View.draw_for`.
+            slot: first of the slots that are drawn; the numbers are those of slots slot .. slot + L - 1.
+
+        Returns:
+            float64, [batch, seq_len]; any number on padding.
+        """
+        u, real, order, begin = self._in_order(t, slot)
+        passed = real.long().cumsum(-1)
+        before = (passed - real.long()).gather(-1, begin)
+        return u.gather(-1, order).gather(-1, begin + (passed - before - 1).clamp(min=0))
+
+    def pick(self, candidates: torch.Tensor, t: torch.Tensor, slot: int = 0) -> torch.Tensor:
+        """The index t of one candidate of each document, all of its k candidates equally likely; -1 if it has none.
+
+        Args:
+            candidates: bool, [batch, seq_len].
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding, as in `View.draw_for`.
+            slot: of the draw.
+
+        Returns:
+            int64 in the shape of `sample`.
+        """
+        t = t.expand(candidates.shape)
+        candidates = candidates & (t >= 0)
+        document = self._documents(t)
+        of_token = document.expand(t.shape)
+        counts = torch.zeros(len(t), t.shape[1] + 1, dtype=torch.int64, device=t.device)
+        counts.scatter_add_(1, of_token, candidates.long())
+        number = candidates.long().cumsum(1) - (counts.cumsum(1) - counts).gather(1, of_token)
+        taken = self.integers(1, counts.gather(1, document).clamp(min=1), slot)
+        picked = torch.full_like(counts, -1)
+        picked.scatter_reduce_(1, of_token, torch.where(candidates & (number == taken), t, -1), "amax")
+        return picked.gather(1, document)
+
+    def _documents(self, t: torch.Tensor) -> torch.Tensor:
+        """Number of each document in its row, in the shape of `sample`; the padding before the first one joins it."""
+        if self.sample is not None and self.sample.shape[-1] == 1:  # a row is a document
+            return torch.zeros_like(t[..., :1])
+        return (t == 0).cumsum(-1).clamp(min=1)
+
+    def _in_order(self, t: torch.Tensor, slot: int) -> tuple[torch.Tensor, ...]:
+        """Numbers of the tokens, which are real, the columns by document and number, and where each document begins."""
+        u = self.uniform(slot + t.clamp(min=0))
+        t = t.expand(u.shape)
+        document = self._documents(t).expand(u.shape)
+        order = torch.where(t < 0, torch.inf, u).argsort(dim=-1, stable=True)  # padding comes behind its document
+        order = order.gather(-1, document.gather(-1, order).argsort(dim=-1, stable=True))
+        column = torch.arange(t.shape[-1], device=t.device)
+        begins = torch.nn.functional.pad(document[..., 1:] != document[..., :-1], (1, 0))
+        return u, t >= 0, order, torch.where(begins, column, 0).cummax(-1).values
+
     def words(self, *slots: range) -> tuple[torch.Tensor, ...]:
         """The 32 random bits that `integers` maps by `between`, of each slot, int64 in the shape of `sample`.
 

@@ -1,5 +1,6 @@
 """The RoPE indices of one forward: what a decoder was called with, and the indices that a view or a table gives it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +24,15 @@ class Batch:
     ids: torch.Tensor | None = None  # [rows, seq_len]; None where the call has embeddings
     cache: Any = None
     compresses: bool = False  # rotary modules may get positions of compressed keys, not of tokens
+    logs: "Sequence[Log]" = ()
+
+
+class Log(Protocol):
+    """What a forward reports its draws to."""
+
+    def add(self, drawn: "DrawnView", step: torch.Tensor | int, document: torch.Tensor) -> None:
+        """Take the draws of a forward, its step, and the number of each document within it."""
+        ...
 
 
 class ForwardIndex(Protocol):
@@ -45,6 +55,7 @@ class DrawnView:
     documents: Documents
     parameters: Parameters
     continues: bool = False  # the draws come from a cache
+    t: torch.Tensor | None = None  # as the view got it, [1 or batch, seq_len]; None for other rows or layers
 
     def rows(self, order: torch.Tensor) -> "DrawnView":
         """The draws of other rows: row i gets those of row order[i]."""
@@ -55,19 +66,29 @@ class DrawnView:
         }
         return DrawnView(self.view, self.documents.rows(order), taken)
 
-    def total(self, name: str) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Sum, in float64, and number of the drawn values of a parameter; each document counts once.
+    def logged(self) -> list[str]:
+        """Names of the parameters that logs show: not lengths, and not those whose name begins with _."""
+        own = {name: name.rpartition(".")[2] for name in self.parameters}
+        return [name for name, last in own.items() if last != "length" and last[0] != "_"]
 
-        In packed rows, all tokens of a document hold its value, and the first one is counted. A view that reads tokens
-        may draw for each of them, so that all its values are counted.
+    def total(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over documents of a drawn parameter, in float64, and the number of documents.
+
+        Where a view reads tokens it may draw for each of them: a document then counts with the mean over its tokens.
         """
         ordinal, drawn = self.documents.ordinal, self.parameters[name].double()
-        if ordinal.shape[1] == 1 or self.view.reads_tokens or drawn.shape[-2:] != ordinal.shape:
-            return drawn.sum(), drawn.numel()
-        begins = torch.ones_like(ordinal, dtype=torch.bool)
-        begins[:, 1:] = ordinal[:, 1:] != ordinal[:, :-1]
-        # drawn[..., begins] would make the CPU wait for the GPU, to learn its shape
-        return torch.where(begins, drawn, 0.0).sum(), begins.expand(drawn.shape).sum()
+        if not self.view.reads_tokens:  # all tokens of a document hold its value: the first one is counted
+            begins = torch.ones_like(ordinal, dtype=torch.bool)
+            begins[:, 1:] = ordinal[:, 1:] != ordinal[:, :-1]
+            values = drawn.expand(*drawn.shape[:-2], *ordinal.shape)
+            # drawn[..., begins] would make the CPU wait for the GPU, to learn its shape
+            return torch.where(begins, values, 0.0).sum(), begins.expand(values.shape).sum()
+        assert self.t is not None
+        shape = (len(ordinal), self.t.shape[1])
+        real, of_token = (self.t >= 0).expand(shape).flatten(), ordinal.expand(shape).flatten()
+        sums = drawn.new_zeros(2, ordinal.numel())  # of values, and of tokens
+        sums.scatter_add_(1, of_token.expand(2, -1), torch.stack([drawn.expand(shape).flatten() * real, real.double()]))
+        return (sums[0] / sums[1].clamp(min=1)).sum(), (sums[1] > 0).sum()
 
     def affected_from(self, t: torch.Tensor, n_layers: int) -> torch.Tensor:
         """First token of each document that any of `n_layers` layers sees at a changed distance.

@@ -30,6 +30,7 @@ from .cache_arguments import cache_of, has_paged_cache, returned_cache, tokens_i
 from .cached_draws import forget_draws
 from .drawn_view import Batch, DrawnView, ForwardIndex
 from .query_scale import query_scale
+from .recording import logs_of
 from .sources import ViewSource
 from .state import RopeState
 from .trainers import is_generating
@@ -138,6 +139,7 @@ class DecoderEntry:
                 cache=cache,
                 ids=ids,
                 compresses=self.state.layers_call_rotary,
+                logs=logs_of(decoder),
             ),
             source,
         )

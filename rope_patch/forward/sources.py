@@ -59,7 +59,11 @@ class ViewSource:
         key = self.clock.key_of(documents, batch.ids, t, batch.training)
         parameters = self.view.draw_for(batch.ids, t, documents, key)
         self.clock.tick()
-        self.last = DrawnView(self.view, documents, parameters)
+        self.last = DrawnView(self.view, documents, parameters, t=t)
+        if self.view.perturbs:
+            for log in batch.logs:
+                assert key.sample is not None
+                log.add(self.last, key.step, key.sample)
         return self.last
 
     def _continued(self, last: DrawnView, batch: Batch) -> DrawnView:

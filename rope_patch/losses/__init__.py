@@ -8,6 +8,7 @@ from .consistency import ConsistencyLoss, ViewConsistency, consistency_loss
 from .controls import Control
 from .cue import CueWeight
 from .forward_loss import REQUEST
+from .heads import head_kl
 from .hidden import HiddenDistiller, HiddenTargets
 from .in_loops import relation_loss, self_distillation_counts, self_distillation_loss, view_states
 from .longce import DFT, LongCE
@@ -49,6 +50,7 @@ __all__ = [
     "ViewConsistency",
     "ViewRequest",
     "consistency_loss",
+    "head_kl",
     "relation_loss",
     "relation_loss_ref",
     "self_distillation_counts",

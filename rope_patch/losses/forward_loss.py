@@ -153,8 +153,7 @@ class ForwardLoss:
         return None
 
     def after(self, request: Any, output: Any) -> None:
-        """Compute the loss from the decoder's output, and write it to the request."""
-        raise NotImplementedError
+        """Compute the loss from the decoder's output, and write it to the request; by default nothing."""
 
 
 class _WatchedBackward(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Losses for a training loop of your own: one call a micro-batch, then `backward`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -115,7 +115,7 @@ def _self_distiller(
 class _DrawnAt(ViewSource):
     """Draws for this step in evaluation too, by the tokens of each document."""
 
-    def __init__(self, view: str | View, step: int, seed: int, progress: float) -> None:
+    def __init__(self, view: str | View | Mapping[str, Any], step: int, seed: int, progress: float) -> None:
         super().__init__(resolve_view(view), seed)
         self.clock.set_step(step, progress)
 
@@ -181,7 +181,12 @@ class _LastStates(ForwardLoss):
 
 
 def view_states(
-    model: nn.Module, batch: dict[str, Any], *views: str | View, step: int, seed: int = 0, progress: float = 1.0
+    model: nn.Module,
+    batch: dict[str, Any],
+    *views: str | View | Mapping[str, Any] | None,
+    step: int,
+    seed: int = 0,
+    progress: float = 1.0,
 ) -> list[torch.Tensor]:
     """Last hidden states of the same tokens under several views, to compare in a loss of your own.
 
@@ -192,7 +197,8 @@ def view_states(
     Args:
         model: a causal LM with RoPE, patched or not, bare or wrapped; a rescaling stays in force.
         batch: arguments of the model, as in `self_distillation_loss`; labels are not read.
-        *views: views or their names; "standard" is true positions.
+        *views: views, their names, or `{"view": NAME, OPTION: ...}`; "standard" is true positions, and None what is in
+            force: in training, the view of `patch_model` with its own draws.
         step: of the optimizer.
         seed: of the draws.
         progress: of training, from 0 to 1, for views with a curriculum.
@@ -205,8 +211,9 @@ def view_states(
     reader, states = _LastStates(model), []
     for view in views:
         request = _StatesRequest(document >= 0, document)  # padding is in document -1
-        with source_in_force(model, _DrawnAt(view, step, seed, progress)), reader.active():
-            call_with(model, batch, request)
-        states.append(reader.backward_outside(request.states))
+        drawn = nullcontext() if view is None else source_in_force(model, _DrawnAt(view, step, seed, progress))
+        with drawn, reader.active():
+            tie = call_with(model, batch, request)
+        states.append(reader.backward_outside(request.states + tie))
         del request.states
     return states

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ..attention.two_view import TwoViewAttention, copy_granule
 from ..families.attention_calls import AttentionCall
 from ..forward.drawn_view import Batch
+from ..forward.recording import logs_of
 from ..forward.sources import TableSource, ViewSource
 from ..forward.state import RopeState
 from ..layout.labelled import Labelled
@@ -148,6 +149,7 @@ class OnePass(TwoPasses):
             cached=0,
             training=decoder.training,
             ids=labelled.ids,
+            logs=logs_of(decoder),
         )
         # draw before the forward: the draw decides which tokens are copied
         drawn = self.source.bind(batch)

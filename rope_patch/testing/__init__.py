@@ -3,7 +3,8 @@
 Import from this package in tests; no other room of `rope_patch` does.
 """
 
+from .models import random_ids, small_model
 from .rescalings import check_rescaling
 from .views import check_view
 
-__all__ = ["check_rescaling", "check_view"]
+__all__ = ["check_rescaling", "check_view", "random_ids", "small_model"]

@@ -3,6 +3,7 @@
 One file a view; what several views share is in `base`, `laws`, `borders`, `several` and `targeted`.
 """
 
+from ..base.draws import DrawKey
 from .base import VIEWS, TrainingText, View
 from .borders import border_tokens
 from .chunk_permute import ChunkPermute
@@ -11,7 +12,7 @@ from .cream import Cream
 from .cyclic import Cyclic
 from .dilation import Dilation
 from .endprompt import EndPrompt
-from .laws import Cycling, Discrete, Law, Linear, LogUniform, Step, Uniform
+from .laws import LAWS, Cycling, Discrete, Law, Linear, LogUniform, Step, Uniform
 from .longrecipe import LongRecipe
 from .mix import Mix
 from .nope import NoPE
@@ -24,6 +25,7 @@ from .skip import Skip
 from .standard import Standard
 
 __all__ = [
+    "LAWS",
     "RPE",
     "VIEWS",
     "ChunkPermute",
@@ -33,6 +35,7 @@ __all__ = [
     "Cycling",
     "Dilation",
     "Discrete",
+    "DrawKey",
     "EndPrompt",
     "Law",
     "Linear",

@@ -94,7 +94,9 @@ class View:
         raise NotImplementedError
 
     def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
-        """Parameters of the documents of a batch. Views that read tokens override this one, other views `draw`.
+        """Parameters of the documents of a batch. Views that read tokens or draw for each override this, not `draw`.
+
+        `key.sorted(t)`, `key.rank(t)` and `key.pick(candidates, t)` draw document by document.
 
         Args:
             ids: token ids, [batch, seq_len]; None where a model is given embeddings.

@@ -99,7 +99,7 @@ def drawn_border(
     Returns:
         int64 in the shape of documents.
     """
-    t, ordinal, length = (x.expand(ids.shape) for x in (t, documents.ordinal, documents.length))
+    t = t.expand(ids.shape)
     follows = torch.zeros_like(ids, dtype=torch.bool)
     for size in {len(border) for border in borders}:
         if size < ids.shape[1]:
@@ -107,16 +107,8 @@ def drawn_border(
             known = torch.tensor([border for border in borders if len(border) == size], device=ids.device)
             found = torch.isin(windows[..., 0], known[:, 0]) if size == 1 else _any_of(windows, known)
             follows[:, size:] |= found & (t[:, size:] >= size)
-    follows &= t < length
-    # [batch, seq_len]: borders of the batch up to each token, so that each border has a number
-    number = follows.flatten().cumsum(0).view(ids.shape)
-    count = torch.zeros(ordinal.numel(), dtype=torch.int64, device=ids.device)  # of borders, by document
-    count.scatter_add_(0, ordinal.flatten(), follows.flatten().long())
-    before = count.cumsum(0) - count  # documents come in rising order
-    taken = key.integers(1, count[documents.ordinal].clamp(min=1), slot=0) + before[documents.ordinal]
-    split = torch.full_like(count, torch.iinfo(torch.int64).max)
-    split.scatter_reduce_(0, ordinal.flatten(), torch.where(follows & (number == taken), t, length).flatten(), "amin")
-    return split[documents.ordinal]
+    picked = key.pick(follows, t)
+    return torch.where(picked < 0, documents.length, picked)
 
 
 def _any_of(windows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:

@@ -77,14 +77,12 @@ class RPE(View):
             sample = samples[:, None]
             tokens = torch.zeros_like(sample).index_put_((which.flatten(),), length.reshape(-1, 1))
         draw_key = key.per_step() if self.granularity == "step" else replace(key, sample=sample)
-        # [max_index] where all documents of the step share it, else [documents, max_index]
-        drawn = draw_key.uniform(slot=slots)
+        # [max_index] where all documents of the step share the order, else [documents, max_index]
         if self.values == "floats":
-            table = torch.where(slots < tokens, drawn * self.max_index, math.inf).sort(-1).values
-        else:  # sort the integers by random numbers: all sets of the first L are equally likely
-            order = drawn.sort(dim=-1, stable=True).indices
-            rank = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))
-            table = torch.where(rank < tokens, slots, self.max_index).sort(-1).values
+            table = torch.where(slots < tokens, draw_key.uniform(slot=slots) * self.max_index, math.inf)
+        else:  # all sets of the first L in a random order are equally likely
+            table = torch.where(draw_key.rank(slots) < tokens, slots, self.max_index)
+        table = table.sort(-1).values
         # one row of the table after the other; `_begin` is where the row of a token's document starts
         return {"_table": table.flatten(), "_begin": which * self.max_index, "_length": length}
 

@@ -78,10 +78,8 @@ def parameters_of(parameters: Parameters, i: int) -> Parameters:
 
 def as_part(entry: object, owner: str) -> View:
     """A view that can be part of view `owner`, from a view, a name or a recipe's dictionary."""
-    if isinstance(entry, str):
+    if isinstance(entry, str) or (isinstance(entry, dict) and "view" in entry):
         entry = resolve_view(entry)
-    elif isinstance(entry, dict) and "view" in entry:
-        entry = resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
     if not isinstance(entry, View):
         raise ValueError(
             f"view {owner!r} takes views such as Skip(split=512), in a recipe {{view: skip, split: 512}} or a name, "

@@ -1,5 +1,7 @@
 """Packages of others, laid out as pip installs them: modules, and entry points in a .dist-info."""
 
+import os
+import subprocess
 import sys
 from contextlib import contextmanager
 
@@ -43,3 +45,17 @@ def installed(folder, module, code, **entries):
         for registry in (VIEWS, RESCALINGS, OBJECTIVES, MEASURES):
             for name in entries.get(registry.group.removeprefix("rope_patch."), ()):
                 registry.pop(name, None)
+
+
+def pip_install(folder, site):
+    """Install the package in `folder` into `site`, without a network."""
+    offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--upgrade", "--target", site]
+    subprocess.run([sys.executable, "-m", "pip", "install", *offline, folder], check=True)
+
+
+def run_python(site, folder, *arguments):
+    """What a new Python says that finds packages in `site`."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )

@@ -2,17 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from rope_patch.losses.forward_loss import ForwardLoss, LossRequest
 from trl_ext.objectives import OBJECTIVES, Objective, ObjectiveOptions
-
-
-class SquaredStates(ForwardLoss):
-    """Sum of squares of last hidden states."""
-
-    def after(self, request, output):
-        request.result = output.last_hidden_state[request.valid].square().sum()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +31,8 @@ class ScaledStates(Objective):
     help = "the mean square of last hidden states"
     options_class = ScaledOptions
 
-    def _make_loss(self, model):
-        return SquaredStates(model)
-
-    def _request(self, inputs, read, counts):
-        return LossRequest(read, torch.zeros_like(inputs["input_ids"]))
-
-    def _combine(self, request, counts, batch_counts):
+    def loss(self, model, inputs, read, counts, batch_counts):
+        (states,) = self.states(model, inputs, None)
+        square = states[read].square().sum()
         factor = self.options.scale.factor if self.options.scale else 1.0
-        return factor * request.result / counts["tokens"], {"square": (request.result, batch_counts["tokens"])}
+        return factor * square / counts["tokens"], {"square": (square, batch_counts["tokens"])}

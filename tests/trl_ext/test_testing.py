@@ -34,25 +34,25 @@ def test_every_objective_keeps_what_it_promises(name):
 class OfTheBatch(ScaledStates):
     """Divides by the tokens of a batch."""
 
-    def _combine(self, request, counts, batch_counts):
-        return super()._combine(request, batch_counts, batch_counts)
+    def loss(self, model, inputs, read, counts, batch_counts):
+        return super().loss(model, inputs, read, batch_counts, batch_counts)
 
 
 class Noisy(ScaledStates):
     """Draws from torch's generator."""
 
-    def _combine(self, request, counts, batch_counts):
-        loss, parts = super()._combine(request, counts, batch_counts)
+    def loss(self, *batch):
+        loss, parts = super().loss(*batch)
         return loss * (1 + torch.rand(())), parts
 
 
 class Trains(ScaledStates):
     """Changes the model in each forward."""
 
-    def _call(self, model, inputs, request):
+    def loss(self, model, *batch):
         with torch.no_grad():
             next(model.parameters()).mul_(1.5)
-        return super()._call(model, inputs, request)
+        return super().loss(model, *batch)
 
 
 class Remembers(ScaledStates):
@@ -60,11 +60,11 @@ class Remembers(ScaledStates):
 
     n_batches = 0
 
-    def _combine(self, request, counts, batch_counts):
+    def loss(self, *batch):
         self.n_batches += 1
-        loss, parts = super()._combine(request, counts, batch_counts)
+        loss, parts = super().loss(*batch)
         # of the gradients, too, not of their size alone, which Adam does not see
-        return loss + self.n_batches**2 * request.result.sqrt() / 100, parts
+        return loss + self.n_batches**2 * parts["square"][0].sqrt() / 100, parts
 
 
 @pytest.mark.parametrize(

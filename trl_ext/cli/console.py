@@ -18,6 +18,7 @@ from .export import add_commands as add_export
 from .extend import add_commands as add_extend
 from .measure import add_commands
 from .methods import add_commands as add_methods
+from .new import add_commands as add_new
 from .parsing import CommandParser
 from .reproduce import add_commands as add_reproduce
 from .rows import add_commands as add_rows
@@ -59,6 +60,7 @@ def _parser() -> CommandParser:
     add_rows(commands)
     add_export(commands)
     add_methods(commands)
+    add_new(commands)
     add_check(commands)
     add_reproduce(commands)
     return parser

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args, get_ty
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rope_patch.base.registry import Registry, from_options, require_known
+from rope_patch.forward.draw_clock import DrawClock
 from rope_patch.layout.labelled import real_tokens
 from rope_patch.layout.shards import SequenceShard
-from rope_patch.losses import CopiedTeacher, SharedTeacher
+from rope_patch.losses import CopiedTeacher, SharedTeacher, view_states
 from rope_patch.losses.forward_loss import ForwardLoss, call_with
 from rope_patch.losses.teacher import adapter_layers
 from rope_patch.rope.rotary import find_causal_lm
@@ -73,7 +75,7 @@ class ObjectiveOptions:
     @property
     def needs_teacher(self) -> bool:
         """Whether the pretrained model teaches."""
-        return True
+        return False
 
     def cited(self) -> tuple[str, ...]:
         """BibTeX of the papers behind these options, for the model card."""
@@ -115,7 +117,7 @@ class ObjectiveOptions:
 
 
 class Objective:
-    """A loss that is computed while the model's forward runs, registered in `OBJECTIVES` under its name.
+    """A loss of the model, registered in `OBJECTIVES` under its name. A subclass defines `help` and `loss`.
 
     Forwards of training run under the sampled view, those of evaluation at true positions.
 
@@ -132,7 +134,7 @@ class Objective:
     """One clause for the help of `--objective`."""
     synonyms: ClassVar[tuple[str, ...]] = ()
     """Other names of the method, for errors."""
-    options_class: ClassVar[type[ObjectiveOptions]]
+    options_class: ClassVar[type[ObjectiveOptions]] = ObjectiveOptions
     takes_view_controls: ClassVar[bool] = False
     """Whether views that change nothing on purpose, as a control, are allowed."""
 
@@ -165,6 +167,12 @@ class Objective:
     def draws(self) -> bool:
         """Whether forwards of the step draw the view."""
         return True
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The model without wrappers, whose `get_output_embeddings()` makes logits of states."""
+        causal_lm: PreTrainedModel = self.forward_loss.causal_lm
+        return causal_lm
 
     @property
     def shard(self) -> SequenceShard | None:
@@ -205,7 +213,7 @@ class Objective:
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], read: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        """Run the model, and a teacher before it.
+        """Run the model, most simply by `states`, and compute the loss of a batch.
 
         Args:
             model: the one under training, wrapped as the trainer has it.
@@ -222,6 +230,22 @@ class Objective:
         tie = self._call(model, inputs, request)  # 0; it ties every weight to the loss, see `call_with`
         loss, parts = self._combine(request, counts, batch_counts)
         return loss + tie, parts
+
+    def states(
+        self, model: nn.Module, inputs: dict[str, Any], *views: str | View | Mapping[str, Any] | None
+    ) -> list[torch.Tensor]:
+        """Last hidden states of the batch under several views, [batch, n, hidden] each, with gradient.
+
+        Args:
+            model: of `loss`.
+            inputs: of `loss`.
+            *views: as in `view_states`, drawn for this optimizer step; None is the view of the run, which moves nothing
+                in an evaluation.
+        """
+        source = None if self.forward_loss.state is None else self.forward_loss.state.source
+        clock = DrawClock(0) if source is None else source.clock
+        step, progress = int(clock.step), float(clock.progress)
+        return view_states(model, inputs, *views, step=step, seed=clock.seed, progress=progress)
 
     def evaluation_loss(self, means: dict[str, float]) -> float | None:
         """The loss of an evaluation, made of the means of its parts; None for Trainer's mean over batches.
@@ -254,8 +278,8 @@ class Objective:
         return self.teacher
 
     def _make_loss(self, model: nn.Module) -> ForwardLoss:
-        """Make what computes the loss in a forward that gets a request."""
-        raise NotImplementedError
+        """Make what computes the loss in a forward that gets a request, if `loss` is not overridden."""
+        return ForwardLoss(model)
 
     def _request(self, inputs: dict[str, Any], read: Any, counts: dict[str, int]) -> Any:
         # requests hold whole rows, even where this rank runs a part of each

@@ -18,6 +18,10 @@ from .step_means import Part
 class HiddenOptions(HiddenTargets, ObjectiveOptions):
     """Options of "hidden-distill"."""
 
+    @property
+    def needs_teacher(self) -> bool:
+        return True
+
     def activation_factors(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> ActivationFactors:
         n_layers = config.num_hidden_layers + 1  # hidden states of teacher and student, of which some are compared
         return ActivationFactors(graphs=2.0 if self.short_to_long else 1.0, beside=2.0 * n_layers)

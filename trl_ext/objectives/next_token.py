@@ -83,10 +83,6 @@ class NextTokenOptions(WeighedTokens):
             )
 
     @property
-    def needs_teacher(self) -> bool:
-        return False
-
-    @property
     def is_trl_loss(self) -> bool:
         return self.longce is None and self.cue_weight == 1.0
 

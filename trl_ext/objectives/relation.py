@@ -32,6 +32,10 @@ class RelationOptions(RelationTargets, ObjectiveOptions):
                 "name more layers, or take rope='post' with q or k."
             )
 
+    @property
+    def needs_teacher(self) -> bool:
+        return True
+
     def activation_factors(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> ActivationFactors:
         # the teacher's queries, keys and values of all layers, which are about as wide as 1.5 states
         n_layers = config.num_hidden_layers if self.layers is None else len(self.layers)

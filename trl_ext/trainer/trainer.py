@@ -85,14 +85,14 @@ class RopeSFTTrainer(SFTTrainer):
     and on any number of ranks. Documents are counted in the order in which they are read, which
     `train_sampling_strategy` may change.
 
-    Logged besides TRL's metrics: `view/NAME`, the mean of each drawn parameter over the step, and `tokens_per_second`.
-    Parts of an objective's loss, such as `ce` and `kl`, are sums over all batches and ranks of an optimizer step, or of
-    an evaluation, divided by the counts of that step, so that they add up to the logged loss. `eval_loss` is Trainer's
-    mean over batches and `eval_ce` a mean over labels: they differ where batches have different numbers of labels.
-    Under "native-distill" `eval_loss` is made of the means of its parts, as a batch may have no label. With several
-    ranks, documents that are repeated to fill the last batches count once in both; with `compute_metrics`, in
-    `predict`, with images, and where rows hold several documents, they count twice. In evaluations of several datasets
-    the parts are called eval_NAME_ce, as the losses are.
+    Logged besides TRL's metrics: `view/NAME`, the mean of each drawn parameter over the documents of the step, and
+    `tokens_per_second`. Parts of an objective's loss, such as `ce` and `kl`, are sums over all batches and ranks of an
+    optimizer step, or of an evaluation, divided by the counts of that step, so that they add up to the logged loss.
+    `eval_loss` is Trainer's mean over batches and `eval_ce` a mean over labels: they differ where batches have
+    different numbers of labels. Under "native-distill" `eval_loss` is made of the means of its parts, as a batch may
+    have no label. With several ranks, documents that are repeated to fill the last batches count once in both; with
+    `compute_metrics`, in `predict`, with images, and where rows hold several documents, they count twice. In
+    evaluations of several datasets the parts are called eval_NAME_ce, as the losses are.
 
     The view is in force while `train`, `evaluate` or `predict` run, and off the model afterwards. One that
     `patch_model` had put on before stays.

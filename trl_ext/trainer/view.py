@@ -92,8 +92,8 @@ class TrainerView:
         return self.source.clock.key(locate_documents(rows, seq_len, batch["input_ids"].device, None, mask))
 
     def drawn(self) -> dict[str, Part]:
-        """Sum and number of each drawn parameter in the last forward; each document counts once, also when packed."""
-        assert self.source is not None and self.source.last is not None
-        last = self.source.last
-        names = [n for n in last.parameters if n.rpartition(".")[2] != "length" and n.rpartition(".")[2][0] != "_"]
-        return {f"view/{name}": last.total(name) for name in names}
+        """Sum over documents of each drawn parameter in the last forward, and their number."""
+        last = None if self.source is None else self.source.last
+        if last is None:  # the objective reads other views
+            return {}
+        return {f"view/{name}": last.total(name) for name in last.logged()}

@@ -97,3 +97,47 @@ def test_integers_cover_both_ends_evenly():
     counts = torch.bincount(drawn.flatten(), minlength=9)
     assert counts[:3].sum() == 0
     assert (counts[3:] - 10_000).abs().max() < 5 * (60_000 * (1 / 6) * (5 / 6)) ** 0.5
+
+
+def rows_of_documents():
+    """t of rows with documents of 5, 1 and 3 tokens, or one of 7 with padding before or behind, and where they lie."""
+    packed = torch.tensor([[*range(5), 0, *range(3), -1], [-1, -1, *range(4), *range(4)]])
+    whole = torch.tensor([[-1, -1, -1, *range(7)], [*range(7), -1, -1, -1]])
+    columns = [[(0, range(5)), (0, [5]), (0, range(6, 9)), (1, range(2, 6)), (1, range(6, 10))]]
+    columns += [[(0, range(3, 10)), (1, range(7))]]
+    ordinal = torch.tensor([[0] * 5 + [1] + [2] * 4, [3] * 6 + [4] * 4])
+    return [(packed, ordinal, columns[0]), (whole, torch.tensor([[0], [1]]), columns[1])]
+
+
+@pytest.mark.parametrize(("t", "ordinal", "documents"), rows_of_documents(), ids=["packed", "whole"])
+def test_sorted_numbers_and_ranks_are_those_of_each_document_alone(t, ordinal, documents):
+    drawn = DrawKey(3, 4, ordinal)
+    rank, numbers = drawn.rank(t, slot=7), drawn.sorted(t, slot=7)
+    assert numbers.dtype == torch.float64 and rank.shape == numbers.shape == t.shape
+    for number, (row, columns) in enumerate(documents):
+        columns = list(columns)
+        own = [DrawKey(3, 4, torch.tensor([[number]])).uniform(7 + i).item() for i in range(len(columns))]
+        assert numbers[row, columns].tolist() == sorted(own)
+        assert rank[row, columns].tolist() == [sum(other < u for other in own) for u in own]
+
+
+def test_all_orders_of_a_document_are_equally_likely():
+    ranks = key(samples=24000).rank(torch.arange(4)[None])
+    orders, counts = ranks.unique(dim=0, return_counts=True)
+    assert len(orders) == 24 and (counts - 1000).abs().max() < 150  # 4.8 standard deviations
+
+
+@pytest.mark.parametrize(("t", "ordinal", "documents"), rows_of_documents(), ids=["packed", "whole"])
+def test_each_candidate_of_a_document_is_picked_equally_often(t, ordinal, documents):
+    candidates = torch.rand(t.shape, generator=torch.Generator().manual_seed(2)) < 0.6  # some of them on padding
+    picks = torch.stack([DrawKey(0, step, ordinal).pick(candidates, t) for step in range(2000)])
+    assert picks.shape[1:] == ordinal.shape
+    picks = picks.expand(-1, *t.shape)
+    for row, columns in documents:
+        columns = list(columns)
+        of_document = picks[:, row, columns]
+        assert (of_document == of_document[:, :1]).all(), "one for all tokens of a document"
+        among = [i for i, column in enumerate(columns) if candidates[row, column]]
+        counts = [int((of_document[:, 0] == i).sum()) for i in (among or [-1])]
+        share = 2000 / len(counts)
+        assert sum(counts) == 2000 and all(abs(count - share) < 5 * share**0.5 for count in counts)

@@ -215,6 +215,16 @@ def test_weights_without_adapters_teach_like_a_copy_of_them():
     torch.testing.assert_close(*losses)
 
 
+def test_none_is_the_view_in_force_with_its_own_draw_and_a_recipe_names_a_view():
+    model, data = patch_model(tiny().train(), Skip(split=3, skip=40)), {"input_ids": tokens(2, 12)}
+    views = (None, {"view": "skip", "split": 3, "skip": 40}, "standard")
+    in_force, named, standard = view_states(model, data, *views, step=STEP)
+    torch.testing.assert_close(in_force, named)
+    assert (in_force - standard)[:, 3:].abs().max() > 0.1
+    in_evaluation, standard = view_states(model.eval(), data, None, "standard", step=STEP)
+    torch.testing.assert_close(in_evaluation, standard)
+
+
 def test_states_are_those_of_each_view_with_one_draw_for_a_document_in_any_batch():
     torch.manual_seed(3)
     data, model = batch("packed"), checkpointed(tiny(dtype=torch.float64).train(), {"use_reentrant": False})
@@ -273,6 +283,11 @@ def model(checkpointing):
     return checkpointed(patch_model(tiny(dtype=torch.float64), "yarn", factor=4.0).train(), checkpointing)
 
 
+def apart(model, part):
+    standard, moved = view_states(model, part, "standard", VIEW, step=STEP)
+    return (1 - torch.cosine_similarity(standard, moved, dim=-1)).sum() / (2 * 19 + 30)
+
+
 for checkpointing in CHECKPOINTING.values():
     alone, shared = model(None), DistributedDataParallel(model(checkpointing))
     counts = self_distillation_counts(shared, mine, **DRAWN)
@@ -280,6 +295,7 @@ for checkpointing in CHECKPOINTING.values():
     for loss in (
         lambda model, part: self_distillation_loss(model, part, **DRAWN, counts=counts),
         lambda model, part: relation_loss(model, teacher, part, n_tokens=2 * 19 + 30),
+        apart,
     ):
         sum(loss(alone, part) for part in parts).backward()
         (loss(shared, mine) * dist.get_world_size()).backward()
