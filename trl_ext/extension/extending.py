@@ -322,6 +322,8 @@ class _Run:
         stage = training.stage_of(training.recipe(self.facts, self.options, self.choices, 1))
         if stage.model.use_peft:
             import peft  # noqa: F401  # an error names the missing package here
+        if stage.model.load_in_4bit:
+            import bitsandbytes  # noqa: F401
         length = self.choices.rows.value["length"]
         twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
         for target in self.options.targets:  # a resumed run may name others

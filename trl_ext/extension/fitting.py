@@ -14,7 +14,7 @@ from ..recipes.engine_advice import EngineNeed, choose_engine, engine_needs, mod
 from .choices import Choices, choose
 from .facts import ModelFacts
 from .machine import GIB, Machine
-from .options import ExtendOptions
+from .options import ADAPTERS, ExtendOptions
 from .training import RECIPE, recipe, stage_of
 
 _SHORTEST_ROW = 2048  # tokens; an eighth of it still holds a question
@@ -31,7 +31,8 @@ def engine_of(facts: ModelFacts, options: ExtendOptions, choices: Choices, machi
     rows = rows_a_gpu(options, machine)
     stage = stage_of(recipe(facts, options, choices, 1), gradient_accumulation_steps=rows)
     model = model_on_meta(facts.config, adapter_config(stage.model), stage.loading["dtype"])
-    needs = engine_needs(model, stage.training, machine.n_gpus, torch.device("cpu"))
+    in_4_bits = stage.model.load_in_4bit
+    needs = engine_needs(model, stage.training, machine.n_gpus, torch.device("cpu"), in_4_bits=in_4_bits)
     allowed = [need for need in needs if need.refused is None]
     return choose_engine(allowed, machine.room) or min(allowed, key=lambda need: need.bytes_long)
 
@@ -57,10 +58,14 @@ def fits(facts: ModelFacts, choices: Choices, machine: Machine, engine: EngineNe
 
 
 def needed_bytes(facts: ModelFacts, choices: Choices, machine: Machine, engine: EngineNeed | None) -> int:
-    """Bytes that the machine, or each GPU, must hold. Of several GPUs one measures, with all weights on it."""
-    if engine is not None:
-        return max(engine.bytes_long, facts.size.parameters * facts.dtype.itemsize)
-    return peak_memory(facts.size, choices.step(machine.device)).total
+    """Bytes that the machine, or each GPU, must hold. One GPU measures, with all weights on it as they came."""
+    step = peak_memory(facts.size, choices.step(machine.device)).total if engine is None else engine.bytes_long
+    return max(step, measured_bytes(facts, machine))
+
+
+def measured_bytes(facts: ModelFacts, machine: Machine) -> int:
+    """Bytes of the weights when the model is measured, also where it is trained in fewer bits or in parts."""
+    return facts.size.parameters * (4 if machine.device == "cpu" else facts.dtype.itemsize)
 
 
 def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine) -> list[str]:
@@ -72,7 +77,7 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
         return fits(facts, made, on, engine_of(facts, changed_options, made, on))
 
     ways: dict[str, dict[str, Any]] = {}
-    if options.train not in (None, "lora"):
+    if options.train not in (None, *ADAPTERS):
         ways["--train lora"] = {"train": "lora"}
     if options.gradient_checkpointing is False and "gradient checkpointing" not in facts.missing:
         ways["--gradient-checkpointing"] = {"gradient_checkpointing": True}
@@ -80,6 +85,8 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
     found = [flags for flags, changed in ways.items() if would(**changed)]
     if len(ways) == 2 and not found and would(**every):
         found = [" ".join(ways)]
+    if options.train != "qlora" and would(**{**every, "train": "qlora"}):
+        found.append(" ".join(["--train qlora", *(way for way in ways if "--train" not in way)]))
     lengths = list(_shorter(choices.rows.value["length"]))
     shorter = next((n for n in lengths if would(row_length=n)), None)
     if shorter is not None:
@@ -92,7 +99,7 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
         n_gpus = next((n for n in more if would(replace(machine, n_gpus=n))), None)
         if n_gpus is not None:
             found.append(f"{n_gpus} such GPUs: --device-memory {machine.memory / GIB:.4g} --devices {n_gpus}")
-    least = peak_memory(facts.size, choices.step(machine.device)).total
+    least = needed_bytes(facts, choices, machine, None)
     room = math.ceil(least / machine.room * machine.memory / GIB)
     return [*found, f"one GPU of {room} GiB" if machine.device == "cuda" else f"{room} GiB of free memory"]
 

@@ -12,7 +12,9 @@ LORA_RANK = 64
 FACTS, ROWS_PER_STEP = 8, 8
 """The values that SmolLM2-135M was measured with."""
 
-Train = Literal["all", "qkv", "lora"]
+Train = Literal["all", "qkv", "lora", "qlora"]
+ADAPTERS: tuple[Train, ...] = ("lora", "qlora")
+"""The ways to train that leave the weights of the model as they are."""
 Precision = Literal["bf16", "float32"]
 
 
@@ -42,7 +44,7 @@ class ExtendOptions:
         own_tokens: tokens that the model writes itself for rows of chats or own texts; they are repeated if the rows
             hold more.
         rows_per_step: rows in an optimizer step.
-        train: "all" weights, the projections "qkv", or adapters, "lora".
+        train: "all" weights, the projections "qkv", or adapters: "lora", or "qlora" on weights in 4 bits.
         lora_rank: of the adapters; None means `LORA_RANK`.
         learning_rate: peak, from which a cosine falls to a tenth.
         precision: of matrix products in training, "bf16" under autocast or "float32".

@@ -13,7 +13,7 @@ from ..rows.sampling import AT_ONCE
 from .choices import Choices
 from .duration import H200_OPERATIONS, ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
 from .facts import ModelFacts
-from .fitting import command_of, engine_of, fits, needed_bytes, remedies
+from .fitting import command_of, engine_of, fits, measured_bytes, needed_bytes, remedies
 from .machine import GIB, Machine
 from .options import ExtendOptions
 from .short_rows import batches_a_step
@@ -154,12 +154,15 @@ class ExtensionPlan:
         """That the training does not fit, without remedies."""
         on = "this machine" if self.machine.device == "cpu" else "one GPU"
         if self.engine is not None:
-            on = f"each of {self.machine.n_gpus} GPUs, one of which holds all weights when the model is measured"
+            on = f"each of {self.machine.n_gpus} GPUs"
         needed = needed_bytes(self.facts, self.choices, self.machine, self.engine)
+        what = "measuring the model with all weights on one GPU"
+        if needed > measured_bytes(self.facts, self.machine):
+            train = self.choices.weights.value["train"]
+            what = f"training on rows of {self.choices.rows.value['length']:,} tokens ({train})"
         return (
-            f"training on rows of {self.choices.rows.value['length']:,} tokens ({self.choices.weights.value['train']}) "
-            f"needs {needed / GIB:.1f} GiB, and {self.machine.room / GIB:.1f} may be taken on {on}. Each of these "
-            "would make it fit:"
+            f"{what} needs {needed / GIB:.1f} GiB, and {self.machine.room / GIB:.1f} may be taken on {on}. Each of "
+            "these would make it fit:"
         )
 
     def _engine_lines(self) -> list[str]:

@@ -16,7 +16,7 @@ from ..recipes.fine_tuning import Trained, run
 from ..recipes.stages import Stage, read_stages
 from .choices import Choices
 from .facts import ModelFacts
-from .options import ExtendOptions
+from .options import ADAPTERS, ExtendOptions
 from .short_rows import ShortRowsTrainer
 
 RECIPE = "recipe.yaml"
@@ -62,7 +62,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
 def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: int) -> dict[str, Any]:
     """The recipe of the training on `rows.jsonl`: one stage, so that training and export are resumed by recipes."""
     weights = choices.weights.value
-    has_adapters = weights["train"] == "lora"
+    has_adapters = weights["train"] in ADAPTERS
     in_16_bits = has_adapters and choices.precision.value == "bf16"  # weights that are trained are float32
     keys: dict[str, Any] = {
         "model_name_or_path": facts.name,
@@ -81,6 +81,8 @@ def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: 
             "lora_dropout": 0.0,
             "lora_target_modules": list(facts.attention_projections),
         }
+    if weights["train"] == "qlora":
+        keys |= {"load_in_4bit": True, "use_bnb_nested_quant": True}
     return keys
 
 

@@ -345,7 +345,7 @@ def plan_recipe(
         available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
-        ValueError: the recipe is wrong, or of weights in 4 or 8 bits, which are not counted.
+        ValueError: the recipe is wrong, or of weights in 8 bits, which are not counted.
         OSError: a file that is not there.
     """
     on_cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # where bf16 would be refused
@@ -353,10 +353,8 @@ def plan_recipe(
     for stage in _read([*arguments, *on_cpu]):
         training, model, loading = stage.training, stage.model, stage.loading
         config = require_model(model, loading["revision"], trusts_code(training))
-        if model.load_in_4bit or model.load_in_8bit:
-            raise ValueError(
-                "--dry-run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out."
-            )
+        if model.load_in_8bit:
+            raise ValueError("--dry-run counts weights of 4, 16 and 32 bits alone: leave load_in_8bit out.")
         plan = engine_advice(
             config,
             training,
@@ -365,6 +363,7 @@ def plan_recipe(
             n_gpus,
             attention=loading["attn_implementation"],
             gpus_per_row=gpus_per_row,
+            in_4_bits=model.load_in_4bit,
             available=available,
         )
         plans.append(f"{stage.name}:\n{plan}" if stage.name else plan)

@@ -105,6 +105,25 @@ def test_what_is_done_is_printed(whole):
     assert "{'loss'" not in text, "no dictionaries of the trainer"
 
 
+def test_qlora_trains_on_4_bits_and_is_merged_into_the_weights_as_they_came(folder, quick, weights, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    held, step = set(), training_module.ShortRowsTrainer.training_step
+
+    def looking(trainer, model, *given):
+        held.update((type(p).__name__, p.dtype, p.requires_grad) for p in model.parameters())
+        return step(trainer, model, *given)
+
+    monkeypatch.setattr(training_module.ShortRowsTrainer, "training_step", looking)
+    done = run(train="qlora", lora_rank=4, untrained=False)
+    trained = {kind for kind in held if kind[2]}
+    assert held - trained == {("Params4bit", torch.uint8, False), ("Parameter", torch.float32, False)}
+    assert trained == {("Parameter", torch.float32, True)}
+    before, after = weights(folder / "base"), weights(done.model)
+    changed = {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert "quantization_config" not in (done.model / "config.json").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "sliding"])
 def test_the_export_is_loaded_in_a_python_of_its_own(model, folder, weights, monkeypatch):
@@ -135,7 +154,7 @@ def stop(*_, **__):
     raise Stop
 
 
-@pytest.mark.parametrize("train", ["all", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("train", ["all", *(pytest.param(t, marks=pytest.mark.slow) for t in ("lora", "qlora"))])
 def test_a_run_that_is_stopped_in_any_step_ends_with_the_same_weights(train, whole, folder, weights, monkeypatch):
     options = {} if train == "all" else {"train": train, "lora_rank": 4}
     done = whole.done if train == "all" else run(output="whole", **options)

@@ -83,6 +83,17 @@ def test_what_would_make_a_training_fit_is_said_and_does():
     assert plan_of(24, **given).remedies[0] == "--train lora --gradient-checkpointing", "both together"
 
 
+def test_qlora_makes_a_training_fit_and_one_gpu_measures_all_weights():
+    model = replace(extended_model("Qwen3-8B"), tokenizer=character_tokenizer())
+    plan = extension_plan(model, 28, 1)
+    assert not plan.fits and plan.remedies[0] == "--train qlora"
+    assert extension_plan(model, 28, 1, train="qlora").fits
+    small = extension_plan(model, 16, 1, train="qlora", row_length=4096)
+    assert small.memory.total < small.machine.room and small.misfit.startswith("measuring the model with all weights")
+    assert small.remedies == ["one GPU of 17 GiB"]
+    assert extension_plan(model, 80, 8, train="qlora").engine.config == "ddp"
+
+
 def test_weights_that_no_single_gpu_holds_cannot_be_measured():
     plan, small = plan_of(80, 8), Machine.elsewhere(12, 8)
     given = replace(plan.options, gradient_checkpointing=True)
