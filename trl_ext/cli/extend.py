@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..recipes.arguments import is_hub_id
 from .export import TARGETS
 from .hub_revision import add_model_revision
 from .rows import shares
@@ -29,8 +30,9 @@ def add_commands(commands: Any) -> None:
         nargs="+",
         action="extend",
         required=True,
-        metavar="FILE",
-        help="long documents: .jsonl(.xz, .gz) with `text`, or text files",
+        metavar="SOURCE",
+        help="long documents: .jsonl(.xz, .gz) with `text` or chats in `messages`, text files, folders of these, or "
+        "data sets on the hub",
     )
     extend.add_argument(
         "--output",
@@ -59,7 +61,14 @@ def add_commands(commands: Any) -> None:
         metavar="GIB",
         help="with --dry-run: plan for a GPU of so many GiB that is not in this machine",
     )
-    extend.add_argument("--devices", type=int, metavar="N", help="with --device-memory: so many GPUs; default: 1")
+    extend.add_argument(
+        "--devices", type=int, metavar="N", help="GPUs that train; default: one, or all if one is too small"
+    )
+    extend.add_argument(
+        "--accelerate-config",
+        metavar="NAME",
+        help="how several GPUs train: ddp, zero2, fsdp2 or fsdp2-cp; default: the one that fits and sends least",
+    )
     add_options(extend)
 
 
@@ -94,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
         help="compute activations again in the backward pass: less memory, more time",
     )
     chosen.add_argument(
-        "--held-out", nargs="+", action="extend", default=[], metavar="FILE", help="documents to measure on"
+        "--held-out", nargs="+", action="extend", default=[], metavar="SOURCE", help="documents to measure on"
     )
     chosen.add_argument("--prompts", type=int, help="retrieval prompts of each length")
     chosen.add_argument("--lengths", type=int, nargs="+", action="extend", default=[], help="their lengths, in tokens")
@@ -106,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
 def run_extend(args: argparse.Namespace) -> int:
     """Extend, and print the result."""
     for file in (*args.data, *args.held_out):
-        if not Path(file).is_file():  # before the imports, which take seconds
+        if not Path(file).exists() and not is_hub_id(file):  # before the imports, which take seconds
             from rope_patch.prompts.text import require_file
 
             require_file(Path(file))

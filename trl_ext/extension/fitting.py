@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import takewhile
 from typing import Any
 
@@ -22,34 +23,40 @@ _MORE_GPUS = (2, 4, 8, 16, 32)
 
 
 def engine_of(facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine) -> EngineNeed | None:
-    """What each of several GPUs holds under the engine that fits, or under the one that takes least; None for one GPU.
+    """What each of several GPUs holds under the engine that the user names, or that fits, or that takes least.
 
-    Memory of the host over there is not known, so nothing is offloaded to it.
+    None for one GPU. Memory of the host over there is not known, so nothing is offloaded to it. Raises ValueError if
+    the engine does not take the training.
     """
     if machine.n_gpus == 1:
         return None
-    rows = rows_a_gpu(options, machine)
+    rows = max(options.rows_per_step // machine.n_gpus, 1)
     stage = stage_of(recipe(facts, options, choices, 1), gradient_accumulation_steps=rows)
     model = model_on_meta(facts.config, adapter_config(stage.model), stage.loading["dtype"])
     in_4_bits = stage.model.load_in_4bit
     needs = engine_needs(model, stage.training, machine.n_gpus, torch.device("cpu"), in_4_bits=in_4_bits)
-    allowed = [need for need in needs if need.refused is None]
+    missing = "" if options.accelerate_config or find_spec("deepspeed") else "zero2"
+    named = [need for need in needs if options.accelerate_config in (None, need.config) and need.config != missing]
+    allowed = [need for need in named if need.refused is None]
+    if not allowed:
+        raise ValueError(f"--accelerate-config {named[0].config}: {named[0].refused}.")
     return choose_engine(allowed, machine.room) or min(allowed, key=lambda need: need.bytes_long)
 
 
-def rows_a_gpu(options: ExtendOptions, machine: Machine) -> int:
-    """Rows that each GPU reads for an optimizer step, where GPUs share none."""
-    return max(options.rows_per_step // machine.n_gpus, 1)
+def command_of(options: ExtendOptions, engine: EngineNeed) -> list[str]:
+    """The arguments of `rope-patch` that train by the recipe on several GPUs.
 
-
-def command_of(options: ExtendOptions, machine: Machine, engine: EngineNeed, output: str | None = None) -> str:
-    """The command that trains by the recipe on several GPUs, in the folder of the extension or in `output`."""
-    rows = options.rows_per_step if engine.config.endswith("-cp") else rows_a_gpu(options, machine)
-    return (
-        f"rope-patch train {options.folder / RECIPE} --accelerate-config {engine.config} "
-        f"--num-processes {machine.n_gpus} --gradient-accumulation-steps {rows}"
-        + (f" --output-dir {output}" if output else "")
-    )
+    An optimizer step is of as many rows as on one GPU. ValueError if they cannot be divided by the GPUs.
+    """
+    rows, n_gpus = options.rows_per_step, engine.n_gpus
+    if not engine.config.endswith("-cp"):
+        if rows % n_gpus:
+            raise ValueError(
+                f"--rows-per-step must be a multiple of the {n_gpus} GPUs under {engine.config}, got {rows}."
+            )
+        rows //= n_gpus
+    launch = ["--accelerate-config", engine.config, "--num-processes", str(n_gpus)]
+    return ["train", str(options.folder / RECIPE), *launch, "--gradient-accumulation-steps", str(rows)]
 
 
 def fits(facts: ModelFacts, choices: Choices, machine: Machine, engine: EngineNeed | None) -> bool:
@@ -98,7 +105,8 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
         more = (n for n in _MORE_GPUS if n > machine.n_gpus)
         n_gpus = next((n for n in more if would(replace(machine, n_gpus=n))), None)
         if n_gpus is not None:
-            found.append(f"{n_gpus} such GPUs: --device-memory {machine.memory / GIB:.4g} --devices {n_gpus}")
+            rows = f" --rows-per-step {n_gpus}" if options.rows_per_step % n_gpus else ""
+            found.append(f"{n_gpus} such GPUs: --devices {n_gpus}{rows}")
     least = needed_bytes(facts, choices, machine, None)
     room = math.ceil(least / machine.room * machine.memory / GIB)
     return [*found, f"one GPU of {room} GiB" if machine.device == "cuda" else f"{room} GiB of free memory"]

@@ -169,22 +169,18 @@ class ExtensionPlan:
         """What each of several GPUs holds, and the command that trains on them."""
         if self.engine is None:
             return []
-        engine, folder, n_gpus, room = self.engine, self.options.folder, self.machine.n_gpus, self.machine.room
+        engine, n_gpus, room = self.engine, self.machine.n_gpus, self.machine.room
+        which = "you name" if self.options.accelerate_config else "fits and sends least" if self.fits else "takes least"
         is_long = engine.bytes_long < engine.bytes and engine.bytes > room
         held = engine.bytes_long if is_long else engine.bytes
         lines = [
-            f"Memory on each of {n_gpus} such GPUs, under the engine that fits and sends least:",
+            f"Memory on each of {n_gpus} such GPUs, under the engine that {which}:",
             f"  {held / GIB:8.2f}  {engine.config}{', with long_rows, which switches itself on' if is_long else ''}",
         ]
         if not self.fits:
-            return [lines[0].replace("fits and sends least", "takes least"), *lines[1:]]
-        if n_gpus > self.options.rows_per_step and not engine.config.endswith("-cp"):
-            lines.append(f"A step there is of {n_gpus} rows, one a GPU, and not of {self.options.rows_per_step}.")
-        if self.memory.total <= room:
-            why = "extend trains on one GPU. Its recipe, which is written when training begins, trains on several:"
-            return [*lines, why, f"  {command_of(self.options, self.machine, engine, f'{folder}-{n_gpus}-gpus')}"]
-        why = "extend trains on one GPU, which is too small: it writes the recipe and stops. Train by it, then go on"
-        return [*lines, f"{why} with extend:", f"  {command_of(self.options, self.machine, engine)}"]
+            return lines
+        command = " ".join(command_of(self.options, engine))
+        return [*lines, "extend starts the training on them, as this command would:", f"  rope-patch {command}"]
 
     def _quicker(self) -> list[str]:
         """Options with which a CPU ends sooner, of those that were not given already."""

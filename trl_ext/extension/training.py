@@ -1,5 +1,6 @@
 """The training of an extension."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 from ..config import LONG_DOCUMENTS
 from ..engines.device import free_memory
 from ..recipes.fine_tuning import Trained, run
+from ..recipes.launching import Launch
 from ..recipes.stages import Stage, read_stages
 from .choices import Choices
 from .facts import ModelFacts
@@ -105,9 +107,35 @@ def write(keys: dict[str, Any], options: ExtendOptions) -> Path:
     return file
 
 
-def train(keys: dict[str, Any], options: ExtendOptions, n_rows: int, tell: Callable[[str], None]) -> Trained:
-    """Train by the recipe `keys`, and export to the folder "model"; the same call resumes a stopped one."""
+def train(
+    keys: dict[str, Any],
+    options: ExtendOptions,
+    n_rows: int,
+    tell: Callable[[str], None],
+    command: list[str] | None = None,
+) -> Trained:
+    """Train by the recipe `keys`, and export to the folder "model"; the same call resumes a stopped one.
+
+    Args:
+        keys: of the recipe.
+        options: of the extension.
+        n_rows: in `rows.jsonl`.
+        tell: called with each line of output.
+        command: arguments of `rope-patch` that train on several GPUs; None trains in this process.
+
+    Raises:
+        ChildProcessError: a process of `command` has failed, and has printed why.
+    """
     file = write(keys, options)
+    if command is not None:
+        tell(f"  rope-patch {' '.join(command)}")
+        launch, arguments = Launch.take(command)
+        status = 0 if launch is None else launch.run(arguments)
+        if status:
+            raise ChildProcessError(f"training has ended with status {status}, for the reason above.")
+        # exported again, with the window and the check that no recipe names
+        shutil.rmtree(options.folder / "model")
+        return run(read_stages(keys, source=str(file)), window=options.to, check=True)
     progress = _Progress(tell, n_rows, options.rows_per_step)
     try:
         return run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress, window=options.to, check=True)

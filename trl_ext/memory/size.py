@@ -85,7 +85,7 @@ class ModelSize:
         config: Any = decoder.config
         adapted = bool(adapter_layers(model))
 
-        def count(parameters: Iterable[nn.Parameter]) -> int:
+        def count(parameters: Iterable[torch.Tensor]) -> int:
             return sum(numel(p) for p in parameters if not (_is_code(p) or (adapted and p.requires_grad)))
 
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import trl_ext.extension.training as training_module
 from rope_patch import export, patch_model
 from rope_patch.export import reloading
 from trl_ext import extend
+from trl_ext.cli.status import status
 from trl_ext.extension import extending, measuring, rows
 from trl_ext.extension.plan import ExtensionPlan
 from trl_ext.recipes import fine_tuning
@@ -200,6 +202,28 @@ def test_a_run_that_is_stopped_in_any_step_ends_with_the_same_weights(train, who
     assert (parts.table, parts.verdict) == (done.table, done.verdict)
 
 
+def test_the_status_of_a_run_says_where_it_stands(folder, quick, monkeypatch):
+    step, during = training_module.ShortRowsTrainer.training_step, []
+
+    def looking(trainer, *given):
+        if trainer.state.global_step == 2:
+            during.extend(status(folder / "out"))
+            stop()
+        return step(trainer, *given)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(training_module.ShortRowsTrainer, "training_step", looking)
+        run(untrained=False)
+    assert during[0] == f"{folder}/out: extending base to 1,600 positions, running"
+    assert during[1].endswith("making training rows. Then: training and exporting, for 0 minutes.")
+    assert re.fullmatch(r"Step 2 of 3, loss \d\.\d{3} at \d\d:\d\d:\d\d, about 0 minutes left.", during[2])
+    assert during[3] == f"Last checkpoint: {folder}/out/training/checkpoint-2"
+    assert status(folder / "out")[0].endswith("positions, stopped")
+    done = run(untrained=False)
+    assert status(folder / "out")[1:-1] == done.verdict and status(folder / "out")[0].endswith("positions, finished")
+    assert (folder / "out/result.txt").read_text() == f"{done}\n"
+
+
 def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, finished, quick, monkeypatch):
     monkeypatch.delitem(SMALL, "shares")
     monkeypatch.setattr(extending, "export", partial(export, check=False))
@@ -270,7 +294,7 @@ def test_the_folder_of_another_run_is_refused(folder, finished):
         ({"short": -0.5}, "--short must be a share from 0 to 1, got -0.5"),
         ({"short": float("nan")}, "--short must be a share from 0 to 1, got nan"),
         ({"shares": {"chats": 1.0}}, "a model without a chat template writes no chats"),
-        ({"train": "some"}, "--train must be one of all, qkv, lora, got 'some'"),
+        ({"train": "some"}, "--train must be one of all, qkv, lora, qlora, got 'some'"),
         ({"view": "pose", "view_args": {"target": 100}}, "target"),
         ({"colour": 1}, "Unknown option 'colour' of extend"),
         ({"lengths": (40,)}, "--lengths 40: 40 tokens are too few for the needles"),
