@@ -49,6 +49,13 @@ def add_commands(commands: Any) -> None:
         help=f"program to export for: {', '.join(TARGETS)}; may be repeated. A checkpoint for Transformers is always "
         "written",
     )
+    extend.add_argument(
+        "--report-to",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="where it logs: wandb, trackio, tensorboard, ...",
+    )
     extend.add_argument("--converter", type=str, help="llama.cpp's convert_hf_to_gguf.py; default: on PATH")
     extend.add_argument(
         "--dry-run",
@@ -128,7 +135,7 @@ def run_extend(args: argparse.Namespace) -> int:
 
     names = {field.name for field in fields(ExtendOptions)} - {"model", "to", "data", "output", "targets"}
     chosen = {name: value for name, value in vars(args).items() if name in names}
-    chosen |= {"held_out": tuple(args.held_out), "lengths": tuple(args.lengths)}
+    chosen |= {"held_out": tuple(args.held_out), "lengths": tuple(args.lengths), "report_to": tuple(args.report_to)}
     done = extend(
         args.model,
         to=args.to,

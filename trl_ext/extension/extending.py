@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.integrations import get_reporting_integration_callbacks
 
 from rope_patch import patch_model
 from rope_patch.base.environment import installed_versions
@@ -107,7 +108,8 @@ def extend(
     for name in choices:
         if name not in names:
             raise unknown("option", name, names, of="extend")
-    given: dict[str, Any] = {name: _strings(value) if name == "held_out" else value for name, value in choices.items()}
+    several = {"held_out", "report_to"}
+    given: dict[str, Any] = {name: _strings(value) if name in several else value for name, value in choices.items()}
     options = ExtendOptions(
         model=str(model),
         to=to,
@@ -278,6 +280,8 @@ class _Run:
             verdict=verdict(regressions(results, window=window)),
             answers=measuring.answers(results),
         )
+        if not (root / RESULT).is_file():
+            measuring.log_verdict(done.verdict, options.report_to, root / "training")
         (root / RESULT).write_text(f"{done}\n", encoding="utf-8")
         return done
 
@@ -340,6 +344,8 @@ class _Run:
             import peft  # noqa: F401  # an error names the missing package here
         if stage.model.load_in_4bit:
             import bitsandbytes  # noqa: F401
+        for callback in get_reporting_integration_callbacks(list(self.options.report_to)):
+            callback()  # raises where its package is missing
         length = self.choices.rows.value["length"]
         twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
         for target in self.options.targets:  # a resumed run may name others

@@ -1,6 +1,7 @@
 """Measure the model before and after training, and report what was won and what was lost."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,21 @@ def report(
         settings={**settings, "reasons": reasons_note, **reasons},
         window=facts.window,
     )
+
+
+def log_verdict(verdict: list[str], report_to: Sequence[str], folder: Path) -> None:
+    """Add the verdict to the logs of the training in `folder`: a text in TensorBoard, a table in W&B."""
+    if "tensorboard" in report_to:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(folder / "runs/verdict") as writer:
+            writer.add_text("verdict", "\n\n".join(verdict))
+    if "wandb" in report_to:
+        import wandb
+
+        # a training in other processes, or of an earlier call, has ended its run
+        run = wandb.run or wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name="verdict")
+        run.log({"verdict": wandb.Table(columns=["verdict"], data=[[sentence] for sentence in verdict])})
 
 
 def table(results: Results, window: int) -> list[str]:

@@ -56,6 +56,7 @@ class ExtendOptions:
         prompts: retrieval prompts of each length.
         lengths: of the prompts, in tokens.
         untrained: whether to measure the RoPE scaling without training too.
+        report_to: where the training and the verdict are logged, such as "wandb": names of Transformers' `report_to`.
         converter: llama.cpp's convert_hf_to_gguf.py.
         seed: of all random draws.
         device: "cpu" or "cuda".
@@ -92,6 +93,7 @@ class ExtendOptions:
     prompts: int | None = None
     lengths: tuple[int, ...] = ()
     untrained: bool = False
+    report_to: tuple[str, ...] = ()
     converter: str | None = None
     seed: int = 0
     device: str | None = None

@@ -51,7 +51,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
         "save_steps": max(n_steps // _SAVES, 1),
         "save_total_limit": 1,
         "logging_steps": 1,
-        "report_to": "none",
+        "report_to": list(options.report_to) or "none",
         "seed": options.seed,
     }
     if weights["gradient_checkpointing"]:
