@@ -4,11 +4,11 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.integrations import get_reporting_integration_callbacks
 
 from rope_patch import patch_model
@@ -27,7 +27,7 @@ from ..rows.turns import SampledTurns
 from ..runs.folder import last_checkpoint, only_run, read_run_record, require_same_settings, write_whole
 from ..runs.model_files import begun_with, model_files, recorded_commit, require_same_model
 from ..trainer.window_check import check_window
-from . import measuring, rows, texts, training
+from . import measuring, measuring_parts, rows, texts, training
 from .choices import Choices, choose
 from .facts import ModelFacts
 from .fitting import command_of, engine_of, fits
@@ -251,7 +251,7 @@ class _Run:
             measured[measuring.UNTRAINED] = self._measured(
                 title,
                 measuring.UNTRAINED,
-                lambda dtype: patch_model(facts.load(dtype), scaling["rescale"], **scaling["rescale_args"]),
+                partial(facts.load, rescaling=scaling),
             )
         made = self._once("rows", lambda: self._rows(root / "rows.jsonl"))
         if not is_trained(root):
@@ -259,7 +259,7 @@ class _Run:
         measured[measuring.AFTER] = self._measured(
             "Measuring it again, as it is served",
             measuring.AFTER,
-            lambda dtype: AutoModelForCausalLM.from_pretrained(root / "model", dtype=dtype),
+            partial(measuring.load_plain, root / "model"),
         )
         for target in self._other_targets():
             if not (root / f"model-{target}/config.json").is_file():
@@ -304,6 +304,11 @@ class _Run:
         self.tell(f"\n{title}.")
         cache, begin = self.options.folder / "cache", time.perf_counter()
         device = str(self.options.device)
+        n_gpus = self.machine.n_gpus
+        if n_gpus > 1:
+            cost = partial(measuring_parts.operations_of, self.facts.size)
+            shares = measuring_parts.shares_of(measuring_parts.parts_of(self.eval_plan), n_gpus, cost)
+            measuring_parts.measure_parts(label, load, self.facts, shares, self.texts, device, cache)
         results = measuring.measure(label, load, self.facts, self.eval_plan, self.texts, device, cache)
         free_memory()
         if label == measuring.BEFORE:  # figures of both are printed at the end

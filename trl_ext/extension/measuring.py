@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from rope_patch.eval import MEASURES, EvalPlan, Result, run_suite, write_report
 from rope_patch.eval.measures.prompt_grid import DEPTHS
@@ -59,6 +60,11 @@ def measure(
     # `extend` prints the figures itself
     results = run_suite({label: loaded}, facts.tokenizer, texts.held_out, plan, cache, tell=lambda line: None)
     return {name: by_label[label].to_dict() for name, by_label in results.items()}
+
+
+def load_plain(folder: Path, dtype: torch.dtype) -> Any:
+    """A checkpoint as Transformers loads it, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def together(measured: dict[str, dict[str, Any]]) -> Results:

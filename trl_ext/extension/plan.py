@@ -11,10 +11,12 @@ from ..recipes.engine_advice import EngineNeed
 from ..rows.mix import SHORTER, rows_by_kind
 from ..rows.sampling import AT_ONCE
 from .choices import Choices
-from .duration import H200_OPERATIONS, ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
+from .duration import H200_OPERATIONS, ROUGH, Rate, forward_calls, step_calls, step_operations
 from .facts import ModelFacts
 from .fitting import command_of, engine_of, fits, measured_bytes, needed_bytes, remedies
 from .machine import GIB, Machine
+from .measuring import eval_plan
+from .measuring_parts import Part, operations_of, parts_of, shares_of
 from .options import ExtendOptions
 from .short_rows import batches_a_step
 from .training import RECIPE, n_steps
@@ -243,13 +245,13 @@ def _minutes(
     # rows are joined by extend alone
     batches = _batches(choices, options) if machine.n_gpus == 1 else sum(counts.values())
     train = rate.seconds(operations, batches * step_calls(size, step)) / machine.n_gpus
-    n_texts = measuring["prompts"]
-    if "several" in measuring["measures"]:
-        n_texts = -(-n_texts // len(DEPTHS))
-    of_ruler = len(measuring["ruler_tasks"]) * measuring["ruler_samples"] * list(measuring["ruler_lengths"])
-    lengths = [*measuring["lengths"] * n_texts, *of_ruler, *[measuring["row_length"]] * measuring["n_rows"]]
-    measure = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
-    measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]})
+
+    def seconds_of(part: Part) -> float:
+        return rate.seconds(operations_of(size, part), part.count * calls)
+
+    shares = shares_of(parts_of(eval_plan(facts, choices, options.seed)), machine.n_gpus, seconds_of)
+    measure = max(sum(map(seconds_of, share)) for share in shares)
+    measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]}) / machine.n_gpus
     write, tokens = 0.0, own_tokens(choices)
     if tokens:
         seconds = seconds_a_step(facts, step.device) if machine.rate is None else None

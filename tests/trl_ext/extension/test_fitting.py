@@ -14,7 +14,7 @@ from support.ranks import ROOT
 from support.shapes import size
 
 from trl_ext import cli, extend
-from trl_ext.extension import measuring, rows
+from trl_ext.extension import measuring, measuring_parts, rows
 from trl_ext.extension.choices import choose
 from trl_ext.extension.duration import H200, step_calls, step_operations
 from trl_ext.extension.fitting import engine_of, fits
@@ -55,7 +55,7 @@ def test_hours_elsewhere_are_those_of_an_h200():
 def test_several_gpus_divide_the_hours_and_each_holds_what_the_trainer_counts():
     one, eight = plan_of(80), plan_of(80, 8)
     assert eight.choices == one.choices and 1 <= 8 * eight.minutes.train / one.minutes.train < 1.3
-    assert eight.minutes.measure == one.minutes.measure, "extend measures on one"
+    assert 4 < one.minutes.measure / eight.minutes.measure < 8, "of the longest prompts there are few parts"
     assert eight.engine.config == "ddp" and eight.engine.bytes == pytest.approx(one.memory.total, rel=0.05)
     assert "--accelerate-config ddp --num-processes 8 --gradient-accumulation-steps 1" in str(eight)
 
@@ -143,6 +143,7 @@ def run(output="out", model="base", **options):
 @pytest.fixture
 def quick(folder, monkeypatch):
     monkeypatch.setattr(measuring, "measure", lambda *_: {})
+    monkeypatch.setattr(measuring_parts, "measure_parts", lambda *_: None)
     monkeypatch.setattr(rows, "make", lambda *_: {"contents": [], "rows": 4})
 
 
