@@ -115,7 +115,7 @@ class ExtensionPlan:
             by = f" on an H200 [arithmetic from steps on an H200, {H200_OPERATIONS / 1e12:.0f} TFLOP/s]"
         short, most = self.choices.rows.value["length"] // SHORTER, min(SHORTER, self.options.rows_per_step)
         batches = "one row at a time"
-        if short in row_counts(self.choices) and most > 1:
+        if short in row_counts(self.choices) and most > 1 and n_gpus == 1:
             batches += f", up to {most} neighbours of {short:,} tokens together"
         lines = [
             f"The model: {self.facts.full_name}",
