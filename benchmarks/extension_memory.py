@@ -19,6 +19,7 @@ import transformers
 from datasets import Dataset
 from distillation_step import SHAPES, stand_in_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from trl import get_quantization_config
 
 from trl_ext import RopeSFTTrainer
 from trl_ext.extension.choices import Choice, Choices
@@ -58,6 +59,8 @@ CASES = {
     "llama-8b lora": ("llama-3-8b", 8192, "lora", False, "native-distill"),
     "llama-8b lora checkpointing": ("llama-3-8b", 32768, "lora", True, "native-distill"),
     "qwen3-8b lora checkpointing": ("qwen3-8b", 32768, "lora", True, "native-distill"),
+    "llama-8b qlora": ("llama-3-8b", 8192, "qlora", False, "native-distill"),
+    "qwen3-8b qlora checkpointing": ("qwen3-8b", 32768, "qlora", True, "native-distill"),
 }
 
 
@@ -118,10 +121,16 @@ def run(name: str, steps: int) -> dict[str, Any]:
         [[0] * (length - 64) + [1] * 64] * len(rows) if objective == "native-distill" else [[1] * length] * len(rows)
     )
     clock = Clock()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         (stage,) = read_stages(keys, save_strategy="no", disable_tqdm=True, output_dir=folder)
+        quantized = get_quantization_config(stage.model)
+        if quantized is not None:  # weights are quantised as they are loaded
+            model.save_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized, dtype=dtype)
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         trainer = RopeSFTTrainer(
             model,
             stage.training,

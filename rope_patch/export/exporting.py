@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
@@ -337,7 +338,7 @@ def _write(causal_lm: Any, config: Any, edits: dict[str, Edit], folder: Path, sh
         for pair in causal_lm.get_expanded_tied_weights_keys(all_submodels=True).items():
             tied |= {plain_name(name) for name in pair}
     writer = ShardWriter(folder, shard_bytes)
-    with logging.tqdm(total=config.get_text_config(decoder=True).num_hidden_layers, desc="Writing layers") as bar:
+    with tqdm(total=config.get_text_config(decoder=True).num_hidden_layers, desc="Writing layers") as bar:
         for group in by_layer(final_weights(causal_lm, _compute_dtype(causal_lm), tied)):
             for name, tensor in group.items():
                 if tensor.is_floating_point() and tensor.isnan().any():

@@ -6,7 +6,7 @@ import lzma
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,14 @@ _MOST_UNREADABLE = 64, 1e-3  # characters of a text, and their share; the larger
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON escapes a character beyond U+FFFF as two surrogates
 
 
-def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
+def read_texts(paths: Iterable[str | Path], chat: Callable[[Any], str] | None = None) -> Iterator[str]:
     """The documents in `paths`: whole text files, or the field `text` of each line of .jsonl(.xz, .gz) files.
 
     A few invalid bytes of a text file become U+FFFD, and so does a lone surrogate in JSON.
+
+    Args:
+        paths: of files.
+        chat: makes a text of `messages` in lines that have these and no `text`; None takes no such lines.
 
     Raises:
         FileNotFoundError: a file does not exist, or it is a folder.
@@ -47,12 +51,18 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
             yield _whole_text(path)
             continue
         for number, line in numbered_json_lines(path):
-            where = f"line {number} of {path}"
-            if "text" not in line:
-                raise ValueError(f"{where} has no field `text`; it has {', '.join(line)}.")
-            if not isinstance(line["text"], str):
-                raise ValueError(f"the field `text` of {where} must be a string, got {type(line['text']).__name__}.")
-            yield line["text"]
+            yield text_of(line, f"line {number} of {path}", chat)
+
+
+def text_of(row: Mapping[str, Any], where: str, chat: Callable[[Any], str] | None = None) -> str:
+    """The document of a row that errors call `where`; `chat` as in `read_texts`."""
+    if chat is not None and "text" not in row and row.get("messages"):
+        return chat(row["messages"])
+    if "text" not in row:
+        raise ValueError(f"{where} has no field `text`; it has {', '.join(row)}.")
+    if not isinstance(row["text"], str):
+        raise ValueError(f"the field `text` of {where} must be a string, got {type(row['text']).__name__}.")
+    return row["text"]
 
 
 def require_file(path: Path) -> None:

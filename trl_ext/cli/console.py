@@ -22,6 +22,7 @@ from .new import add_commands as add_new
 from .parsing import CommandParser
 from .reproduce import add_commands as add_reproduce
 from .rows import add_commands as add_rows
+from .status import add_commands as add_status
 from .train import add_commands as add_train
 from .user_errors import run_command
 
@@ -56,6 +57,7 @@ def _parser() -> CommandParser:
     add_demo(commands)
     add_extend(commands)
     add_train(commands)
+    add_status(commands)
     add_commands(commands)
     add_rows(commands)
     add_export(commands)

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..recipes.arguments import is_hub_id
 from .export import TARGETS
 from .hub_revision import add_model_revision
 from .rows import shares
@@ -29,8 +30,9 @@ def add_commands(commands: Any) -> None:
         nargs="+",
         action="extend",
         required=True,
-        metavar="FILE",
-        help="long documents: .jsonl(.xz, .gz) with `text`, or text files",
+        metavar="SOURCE",
+        help="long documents: .jsonl(.xz, .gz) with `text` or chats in `messages`, text files, folders of these, or "
+        "data sets on the hub",
     )
     extend.add_argument(
         "--output",
@@ -47,6 +49,13 @@ def add_commands(commands: Any) -> None:
         help=f"program to export for: {', '.join(TARGETS)}; may be repeated. A checkpoint for Transformers is always "
         "written",
     )
+    extend.add_argument(
+        "--report-to",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="where it logs: wandb, trackio, tensorboard, ...",
+    )
     extend.add_argument("--converter", type=str, help="llama.cpp's convert_hf_to_gguf.py; default: on PATH")
     extend.add_argument(
         "--dry-run",
@@ -59,7 +68,14 @@ def add_commands(commands: Any) -> None:
         metavar="GIB",
         help="with --dry-run: plan for a GPU of so many GiB that is not in this machine",
     )
-    extend.add_argument("--devices", type=int, metavar="N", help="with --device-memory: so many GPUs; default: 1")
+    extend.add_argument(
+        "--devices", type=int, metavar="N", help="GPUs that train; default: one, or all if one is too small"
+    )
+    extend.add_argument(
+        "--accelerate-config",
+        metavar="NAME",
+        help="how several GPUs train: ddp, zero2, fsdp2 or fsdp2-cp; default: the one that fits and sends least",
+    )
     add_options(extend)
 
 
@@ -83,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
     chosen.add_argument(
         "--rows-per-step", type=int, default=8, help=f"rows in an optimizer step; default: {rows_per_step}"
     )
-    chosen.add_argument("--train", help="what is trained: all, qkv or lora")
+    chosen.add_argument("--train", help="what is trained: all, qkv, lora or qlora")
     chosen.add_argument("--lora-rank", type=int, help="rank of adapters; default: 64")
     chosen.add_argument("--learning-rate", type=float, help="peak learning rate")
     chosen.add_argument("--precision", help="bf16 or float32")
@@ -94,7 +110,7 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
         help="compute activations again in the backward pass: less memory, more time",
     )
     chosen.add_argument(
-        "--held-out", nargs="+", action="extend", default=[], metavar="FILE", help="documents to measure on"
+        "--held-out", nargs="+", action="extend", default=[], metavar="SOURCE", help="documents to measure on"
     )
     chosen.add_argument("--prompts", type=int, help="retrieval prompts of each length")
     chosen.add_argument("--lengths", type=int, nargs="+", action="extend", default=[], help="their lengths, in tokens")
@@ -106,7 +122,7 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
 def run_extend(args: argparse.Namespace) -> int:
     """Extend, and print the result."""
     for file in (*args.data, *args.held_out):
-        if not Path(file).is_file():  # before the imports, which take seconds
+        if not Path(file).exists() and not is_hub_id(file):  # before the imports, which take seconds
             from rope_patch.prompts.text import require_file
 
             require_file(Path(file))
@@ -119,7 +135,7 @@ def run_extend(args: argparse.Namespace) -> int:
 
     names = {field.name for field in fields(ExtendOptions)} - {"model", "to", "data", "output", "targets"}
     chosen = {name: value for name, value in vars(args).items() if name in names}
-    chosen |= {"held_out": tuple(args.held_out), "lengths": tuple(args.lengths)}
+    chosen |= {"held_out": tuple(args.held_out), "lengths": tuple(args.lengths), "report_to": tuple(args.report_to)}
     done = extend(
         args.model,
         to=args.to,

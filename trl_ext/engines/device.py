@@ -34,5 +34,5 @@ def require_one_process(what: str) -> None:
     if n > 1 and "LOCAL_RANK" in os.environ:  # launchers set both; a cluster's job may have WORLD_SIZE alone
         raise ValueError(
             f"{what} runs in one process, and a launcher has started {n}: leave out accelerate launch, or torchrun. "
-            "Training on several GPUs is `rope-patch train RECIPE.yaml --accelerate-config NAME`."
+            "`rope-patch train` and `rope-patch extend` start several with --accelerate-config NAME."
         )

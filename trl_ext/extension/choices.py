@@ -17,7 +17,7 @@ from ..rows.mix import rows_by_kind
 from ..rows.row import ASKING, SKILLS, shares_with
 from .facts import ModelFacts
 from .machine import GIB, Machine
-from .options import FACTS, ROWS_PER_STEP, ExtendOptions
+from .options import ADAPTERS, FACTS, ROWS_PER_STEP, ExtendOptions
 
 Basis = Literal["measured", "not measured", "your choice"]
 
@@ -54,6 +54,7 @@ _TRAINED = {
     "all": "all weights",
     "qkv": "the projections to queries, keys and values",
     "lora": "adapters on the attention projections (LoRA)",
+    "qlora": "adapters on the attention projections (QLoRA, over weights in 4 bits)",
 }
 
 
@@ -134,16 +135,18 @@ class Choices:
 
 def _step(weights: dict[str, Any], objective: dict[str, Any], precision: str, row_length: int, device: str) -> Step:
     autocast = precision == "bf16"
+    has_adapters = weights["train"] in ADAPTERS
     return Step(
-        train=weights["train"],
+        train="lora" if has_adapters else weights["train"],
         lora_rank=weights["lora_rank"],
         row_length=row_length,
         autocast=autocast,
         checkpointing=weights["gradient_checkpointing"],
         teacher=_teaches(objective),
         own_loss=objective["objective"] == "native-distill" or bool(objective["objective_args"]),
-        weight_bytes=2 if weights["train"] == "lora" and autocast else 4,
+        weight_bytes=2 if has_adapters and autocast else 4,
         device=device,
+        in_4_bits=weights["train"] == "qlora",
     )
 
 
@@ -362,14 +365,16 @@ def _weights_choice(options: ExtendOptions, machine: Machine, needs: list[tuple[
     flag = "--train, --lora-rank, --gradient-checkpointing"
     train, checkpointing, needed = needs[-1]
     value = {"train": train, "lora_rank": options.adapter_rank, "gradient_checkpointing": checkpointing}
-    rank = f" of rank {options.adapter_rank}" if train == "lora" else ""
+    rank = f" of rank {options.adapter_rank}" if train in ADAPTERS else ""
     again = ", with gradient checkpointing" if checkpointing else ""
     text = f"{_TRAINED[train]}{rank}{again}"
     memory = f"A step takes {needed.total / GIB:.1f} of {machine.memory / GIB:.1f} GiB."
     if needed.total > machine.room:
         memory = f"{memory[:-1]}, of which {machine.room / GIB:.1f} may be taken: one GPU is too small."
         memory = memory.replace("one GPU", "this machine") if machine.device == "cpu" else memory
-    unused = "" if options.lora_rank is None or train == "lora" else " --lora-rank has no effect: no adapters."
+    unused = "" if options.lora_rank is None or train in ADAPTERS else " --lora-rank has no effect: no adapters."
+    if train == "qlora":
+        memory += " The teacher is in 4 bits too. At the end the adapters are merged into the weights as they came."
     if options.train is not None:
         return _yours("weights", value, text, flag, f"{_YOURS} {memory}")
     if train == "all":
@@ -393,7 +398,7 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
         return _yours("rate", options.learning_rate, f"{options.learning_rate:.2g}", flag)
     kind, parameters = facts.config.get_text_config(decoder=True).model_type, facts.size.parameters
     known = kind == _MEASURED_MODEL[0] and abs(parameters / _MEASURED_MODEL[1] - 1) < _SAME_SIZE
-    measured = known and train != "lora" and options.rows_per_step == ROWS_PER_STEP
+    measured = known and train not in ADAPTERS and options.rows_per_step == ROWS_PER_STEP
     if known and objective["objective"] == "native-distill" and not _teaches(objective):
         rate = _UNTAUGHT_RATE
         reason = "The rate that was measured without a teacher, for SmolLM2-135M"
@@ -408,7 +413,7 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
         )
     if known and options.rows_per_step != ROWS_PER_STEP:
         reason += f". That was with {ROWS_PER_STEP} rows a step, not {options.rows_per_step}"
-    if train == "lora":
+    if train in ADAPTERS:
         times, most = _LORA_RATES
         rate = min(times * rate, most)
         reason += (

@@ -9,6 +9,7 @@ _SHARE = 0.62  # part of the speed of a large product that the operations of a s
 _MASKED_SHARE = 0.4  # the same of attention with a mask, relative to other operations
 _CALLS = 90  # kernels that the forward pass of a layer launches; its backward pass launches twice as many
 _ADAPTER_CALLS = 70  # more for adapters on q, k, v and o of a layer
+_DECODE_CALLS = 14  # more for a layer in 4 bits, whose matrices and their scales are decoded; not measured
 _CHECKPOINT_CALLS = 200  # more for a checkpointed layer, whose hooks pack and unpack each saved tensor
 _BLOCK_CALLS = 20  # more for each block of queries in a layer with a sliding window, trained without masks
 ROUGH = 2.0
@@ -83,7 +84,8 @@ def _has_windows(size: ModelSize, length: int) -> bool:
 def step_calls(size: ModelSize, step: Step) -> float:
     """Kernels that one row launches."""
     forwards = 1 + step.checkpointing + step.teacher + 2  # a backward pass launches as many as two
-    layer_operations = forwards * (_CALLS + (_ADAPTER_CALLS if step.train == "lora" else 0))
+    adapter_calls = _ADAPTER_CALLS if step.train == "lora" else 0
+    layer_operations = forwards * (_CALLS + adapter_calls + (_DECODE_CALLS if step.in_4_bits else 0))
     blocks = 0.0
     if _has_windows(size, step.row_length) and step.row_length >= MASKS_TO:
         blocks = (size.n_layers - size.n_full) * forwards * _BLOCK_CALLS * step.row_length / size.block

@@ -4,29 +4,30 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers.integrations import get_reporting_integration_callbacks
 
 from rope_patch import patch_model
 from rope_patch.base.environment import installed_versions
 from rope_patch.base.registry import unknown
 from rope_patch.eval import regressions, verdict
 from rope_patch.eval.report import require_report
-from rope_patch.eval.results.cache import files_hash
 from rope_patch.export import PROGRAMS, export, require_served
 from rope_patch.export.gguf import find_converter, require_known_tokenizer, require_runs
 from rope_patch.export.writing import unfinished_folders
 from rope_patch.methods import resolve_view
 
 from ..engines.device import choose_device, free_memory, require_one_process
+from ..recipes.launching import Launch
 from ..rows.turns import SampledTurns
 from ..runs.folder import last_checkpoint, only_run, read_run_record, require_same_settings, write_whole
 from ..runs.model_files import begun_with, model_files, recorded_commit, require_same_model
 from ..trainer.window_check import check_window
-from . import measuring, rows, texts, training
+from . import measuring, measuring_parts, rows, texts, training
 from .choices import Choices, choose
 from .facts import ModelFacts
 from .fitting import command_of, engine_of, fits
@@ -34,8 +35,8 @@ from .machine import Machine
 from .messages import MessageFile, others_quiet
 from .options import ExtendOptions
 from .plan import ExtensionPlan
+from .steps import RECORD, RESULT, is_trained, stage_file, steps_done
 
-_RECORD = "extend.json"
 _LOG = "log.txt"
 
 
@@ -107,7 +108,8 @@ def extend(
     for name in choices:
         if name not in names:
             raise unknown("option", name, names, of="extend")
-    given: dict[str, Any] = {name: _strings(value) if name == "held_out" else value for name, value in choices.items()}
+    several = {"held_out", "report_to"}
+    given: dict[str, Any] = {name: _strings(value) if name in several else value for name, value in choices.items()}
     options = ExtendOptions(
         model=str(model),
         to=to,
@@ -131,7 +133,7 @@ class _Run:
         device = "cuda" if elsewhere else choose_device(options.device, torch.cuda.is_available())
         options = replace(options, device=device)
         self.options, self.tell, self.messages = options, tell, messages
-        folder, self.record = options.folder, options.folder / _RECORD
+        folder, self.record = options.folder, options.folder / RECORD
         begun = begun_with(self.record)
         # a run that was killed before it wrote its record has left its log and empty folders
         others = (file for file in folder.rglob("*") if file.is_file() and file.name != _LOG)
@@ -149,12 +151,12 @@ class _Run:
                 f"{options.to}."
             )
         if options.device_memory is not None:
-            self.machine = Machine.elsewhere(options.device_memory, options.devices or 1)
+            self.machine = Machine.elsewhere(options.device_memory)
         else:
             self.machine = Machine.of(device)
         self.settings = {
             **options.recorded(),
-            "contents": [files_hash(file) for file in (*options.data, *options.held_out) if Path(file).is_file()],
+            "contents": texts.contents((*options.data, *options.held_out)),
         }
         hashed = {"contents": "contents of --data or --held-out"}
         require_same_settings(self.record, self.settings, "--output, or the options that it was begun with", hashed)
@@ -165,8 +167,7 @@ class _Run:
             self.choices = Choices.from_dict(begun["choices"])
         else:
             self.choices = choose(self.facts, options, self.machine)
-        if not elsewhere:
-            self.machine = replace(self.machine, n_gpus=begun["n_gpus"] if begun else self._n_gpus())
+        self._choose_engine(begun)
         trained, measured = self.choices.rows.value, self.choices.evaluation.value
         self.texts = texts.read(
             self.facts,
@@ -178,11 +179,40 @@ class _Run:
         self.eval_plan = measuring.eval_plan(self.facts, self.choices, options.seed)
         self._check()
 
-    def _n_gpus(self) -> int:
-        """GPUs that train: one, or all that torch sees if one is too small."""
-        if self.machine.device == "cpu" or fits(self.facts, self.choices, self.machine, None):
-            return 1
-        return torch.cuda.device_count()
+    def _choose_engine(self, begun: dict[str, Any]) -> None:
+        """Set the GPUs that train and their engine: of the options, of the record, or all GPUs if one is too small."""
+        options, n_gpus, there = self.options, self.options.devices, torch.cuda.device_count()
+        if options.device == "cuda" and options.device_memory is None:
+            if n_gpus is not None and n_gpus > there:
+                raise ValueError(f"--devices must be at most the {there} GPUs that torch sees, got {n_gpus}.")
+            if n_gpus is None and begun:
+                n_gpus = min(begun["n_gpus"], there)
+            elif n_gpus is None:
+                is_enough = options.accelerate_config is None and fits(self.facts, self.choices, self.machine, None)
+                n_gpus = 1 if is_enough else there
+        n_gpus = n_gpus or begun.get("n_gpus", 1)
+        if n_gpus == 1 and options.accelerate_config is not None:
+            raise ValueError("--accelerate-config is for several GPUs, and one would train: give --devices.")
+        kept = begun.get("engine") if n_gpus > 1 else None
+        self.machine = replace(self.machine, n_gpus=n_gpus)
+        self.options = replace(options, accelerate_config=options.accelerate_config or kept)
+        self.engine = engine_of(self.facts, self.options, self.choices, self.machine)
+        if self.engine is not None:
+            launch, _ = Launch.take(command_of(self.options, self.engine))  # raises if the rows cannot be divided
+            if launch is not None and options.device_memory is None:
+                launch.settings()  # raises if DeepSpeed is missing
+        before, now = begun.get("engine"), self._config
+        trained = None if is_trained(options.folder) else last_checkpoint(self.options.folder / "training")
+        # a checkpoint of DDP is as one of a single GPU
+        if trained is not None and (before or "ddp") != (now or "ddp"):
+            raise ValueError(
+                f"{trained} is of {before or 'one GPU'}, and {now or 'one GPU'} cannot go on from it: give the same "
+                f"--accelerate-config, with any --devices, or remove {trained.parent}, to train from the beginning."
+            )
+
+    @property
+    def _config(self) -> str | None:
+        return None if self.engine is None else self.engine.config
 
     def go(self, dry_run: bool) -> Extended | ExtensionPlan:
         """Run the remaining steps."""
@@ -201,14 +231,14 @@ class _Run:
         with only_run(log, "--output"):
             if resumes:
                 self._tell_resumed()
-            else:
-                kept = {
-                    "model_files": self.model_files,
-                    "model_commit": self.facts.commit,
-                    "choices": self.choices.to_dict(),
-                    "n_gpus": self.machine.n_gpus,
-                }
-                write_whole(self.record, {**self.settings, **kept})
+            kept = {
+                "model_files": self.model_files,
+                "model_commit": self.facts.commit,
+                "choices": self.choices.to_dict(),
+                "n_gpus": self.machine.n_gpus,
+                "engine": self._config,
+            }
+            write_whole(self.record, {**self.settings, **kept})
             self.messages.write_to(log)
             return self._run()
 
@@ -221,15 +251,15 @@ class _Run:
             measured[measuring.UNTRAINED] = self._measured(
                 title,
                 measuring.UNTRAINED,
-                lambda dtype: patch_model(facts.load(dtype), scaling["rescale"], **scaling["rescale_args"]),
+                partial(facts.load, rescaling=scaling),
             )
         made = self._once("rows", lambda: self._rows(root / "rows.jsonl"))
-        if not self._is_trained():
+        if not is_trained(root):
             self._train(made["rows"])
         measured[measuring.AFTER] = self._measured(
             "Measuring it again, as it is served",
             measuring.AFTER,
-            lambda dtype: AutoModelForCausalLM.from_pretrained(root / "model", dtype=dtype),
+            partial(measuring.load_plain, root / "model"),
         )
         for target in self._other_targets():
             if not (root / f"model-{target}/config.json").is_file():
@@ -238,7 +268,7 @@ class _Run:
         settings = {"model": self.facts.full_name, "data": ", ".join(options.data), "measured on": self.texts.source}
         settings |= installed_versions("trl")
         page = measuring.report(results, root / "report", facts, options.to, self.choices, settings)
-        return Extended(
+        done = Extended(
             folder=root,
             model=root / "model",
             commands={
@@ -250,20 +280,17 @@ class _Run:
             verdict=verdict(regressions(results, window=window)),
             answers=measuring.answers(results),
         )
+        if not (root / RESULT).is_file():
+            measuring.log_verdict(done.verdict, options.report_to, root / "training")
+        (root / RESULT).write_text(f"{done}\n", encoding="utf-8")
+        return done
 
     def _other_targets(self) -> list[str]:
         return [target for target in self.options.targets if target != "transformers"]
 
-    def _is_trained(self) -> bool:
-        """Whether the result of the training was exported; the folder of the training may be gone since."""
-        return (self.options.folder / "model/config.json").is_file()
-
-    def _file_of(self, step: str) -> Path:
-        return self.options.folder / "stages" / f"{step}.json"
-
     def _once(self, step: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The figures of a step, from its file or else from `make()`, whose return is written to it."""
-        file = self._file_of(step)
+        file = stage_file(self.options.folder, step)
         if not file.is_file():
             figures = make()
             file.parent.mkdir(exist_ok=True)
@@ -277,6 +304,11 @@ class _Run:
         self.tell(f"\n{title}.")
         cache, begin = self.options.folder / "cache", time.perf_counter()
         device = str(self.options.device)
+        n_gpus = self.machine.n_gpus
+        if n_gpus > 1:
+            cost = partial(measuring_parts.operations_of, self.facts.size)
+            shares = measuring_parts.shares_of(measuring_parts.parts_of(self.eval_plan), n_gpus, cost)
+            measuring_parts.measure_parts(label, load, self.facts, shares, self.texts, device, cache)
         results = measuring.measure(label, load, self.facts, self.eval_plan, self.texts, device, cache)
         # of the model, so that the next step has it
         free_memory()
@@ -298,15 +330,8 @@ class _Run:
         checkpoint = last_checkpoint(self.options.folder / "training")
         self.tell(f"\nTraining{f' from {checkpoint.name} on' if checkpoint else ''}, and exporting the result.")
         keys = training.recipe(self.facts, self.options, self.choices, n_rows)
-        engine = engine_of(self.facts, self.options, self.choices, self.machine)
-        if engine is not None:
-            file = training.write(keys, self.options)
-            raise ValueError(
-                f"training does not fit one GPU, and extend trains on one. {file} is written, so train by it: "
-                f"{command_of(self.options, self.machine, engine)} - and give the same command of extend again, which "
-                "measures the result."
-            )
-        figures = training.train(keys, self.options, n_rows, self.tell).stages["training"]
+        command = None if self.engine is None else command_of(self.options, self.engine)
+        figures = training.train(keys, self.options, n_rows, self.tell, command).stages["training"]
         self.tell(f"  {figures.steps} steps, {figures.tokens:,} tokens, loss {figures.loss:.3f} at the end.")
 
     def _export(self, target: str) -> None:
@@ -323,6 +348,10 @@ class _Run:
         stage = training.stage_of(training.recipe(self.facts, self.options, self.choices, 1))  # of one row
         if stage.model.use_peft:
             import peft  # noqa: F401  # an error names the missing package here
+        if stage.model.load_in_4bit:
+            import bitsandbytes  # noqa: F401
+        for callback in get_reporting_integration_callbacks(list(self.options.report_to)):
+            callback()  # raises where its package is missing
         length = self.choices.rows.value["length"]
         twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
         for target in self.options.targets:  # a resumed run may name others
@@ -341,14 +370,7 @@ class _Run:
 
     def _tell_resumed(self) -> None:
         root = self.options.folder
-        steps = {
-            "measuring the model as it is": self._file_of("before").is_file(),
-            **({"measuring it untrained": self._file_of("untrained").is_file()} if self.options.untrained else {}),
-            "making training rows": self._file_of("rows").is_file(),
-            "training and exporting": self._is_trained(),
-            "measuring it again": self._file_of("after").is_file(),
-            **{f"exporting for {t}": (root / f"model-{t}/config.json").is_file() for t in self._other_targets()},
-        }
+        steps = steps_done(root, untrained=self.options.untrained, targets=self._other_targets())
         left = [step for step, is_done in steps.items() if not is_done]
         if left:
             done = ", ".join(step for step, is_done in steps.items() if is_done) or "nothing"

@@ -1,7 +1,8 @@
 """The facts of a model that an extension needs, without its weights."""
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rope_patch import describe
+from rope_patch import describe, patch_model
 from rope_patch.base.hub_revision import require_revision
 from rope_patch.base.remote_code import load_pretrained
 from rope_patch.checkpoints.checked_loading import load_checkpoint
@@ -87,9 +88,14 @@ class ModelFacts:
         """The commit for model cards, adapters and the export; None for a folder."""
         return self.commit or self.revision
 
-    def load(self, dtype: torch.dtype) -> Any:
-        """The model with its weights, on the CPU."""
-        return load_checkpoint(self.name, dtype=dtype, revision=self.base_revision)
+    def load(self, dtype: torch.dtype, rescaling: Mapping[str, Any] | None = None) -> Any:
+        """The model with its weights, on the CPU, rescaled by {"rescale", "rescale_args"}."""
+        model = load_checkpoint(self.name, dtype=dtype, revision=self.base_revision)
+        return model if rescaling is None else patch_model(model, rescaling["rescale"], **rescaling["rescale_args"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone, for another process: what is worked out from them has modules without weights."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def twin(self) -> PreTrainedModel:
         """The model without weights: tensors on the device "meta", RoPE and all modules as they are."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import takewhile
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..recipes.engine_advice import EngineNeed, choose_engine, engine_needs, mod
 from .choices import Choices, choose
 from .facts import ModelFacts
 from .machine import GIB, Machine
-from .options import ExtendOptions
+from .options import ADAPTERS, ExtendOptions
 from .training import RECIPE, recipe, stage_of
 
 _SHORTEST_ROW = 2048  # tokens; an eighth of it still holds a question
@@ -22,33 +23,40 @@ _MORE_GPUS = (2, 4, 8, 16, 32)
 
 
 def engine_of(facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine) -> EngineNeed | None:
-    """What each of several GPUs holds under the engine that fits, or under the one that takes least; None for one GPU.
+    """What each of several GPUs holds under the engine that the user names, or that fits, or that takes least.
 
-    Memory of the host over there is not known, so nothing is offloaded to it.
+    None for one GPU. Memory of the host over there is not known, so nothing is offloaded to it. Raises ValueError if
+    the engine does not take the training.
     """
     if machine.n_gpus == 1:
         return None
-    rows = rows_a_gpu(options, machine)
+    rows = max(options.rows_per_step // machine.n_gpus, 1)
     stage = stage_of(recipe(facts, options, choices, 1), gradient_accumulation_steps=rows)
     model = model_on_meta(facts.config, adapter_config(stage.model), stage.loading["dtype"])
-    needs = engine_needs(model, stage.training, machine.n_gpus, torch.device("cpu"))
-    allowed = [need for need in needs if need.refused is None]
+    in_4_bits = stage.model.load_in_4bit
+    needs = engine_needs(model, stage.training, machine.n_gpus, torch.device("cpu"), in_4_bits=in_4_bits)
+    missing = "" if options.accelerate_config or find_spec("deepspeed") else "zero2"
+    named = [need for need in needs if options.accelerate_config in (None, need.config) and need.config != missing]
+    allowed = [need for need in named if need.refused is None]
+    if not allowed:
+        raise ValueError(f"--accelerate-config {named[0].config}: {named[0].refused}.")
     return choose_engine(allowed, machine.room) or min(allowed, key=lambda need: need.bytes_long)
 
 
-def rows_a_gpu(options: ExtendOptions, machine: Machine) -> int:
-    """Rows that each GPU reads for an optimizer step, where GPUs share none."""
-    return max(options.rows_per_step // machine.n_gpus, 1)
+def command_of(options: ExtendOptions, engine: EngineNeed) -> list[str]:
+    """The arguments of `rope-patch` that train by the recipe on several GPUs.
 
-
-def command_of(options: ExtendOptions, machine: Machine, engine: EngineNeed, output: str | None = None) -> str:
-    """The command that trains by the recipe on several GPUs, in the folder of the extension or in `output`."""
-    rows = options.rows_per_step if engine.config.endswith("-cp") else rows_a_gpu(options, machine)
-    return (
-        f"rope-patch train {options.folder / RECIPE} --accelerate-config {engine.config} "
-        f"--num-processes {machine.n_gpus} --gradient-accumulation-steps {rows}"
-        + (f" --output-dir {output}" if output else "")
-    )
+    An optimizer step is of as many rows as on one GPU. ValueError if they cannot be divided by the GPUs.
+    """
+    rows, n_gpus = options.rows_per_step, engine.n_gpus
+    if not engine.config.endswith("-cp"):
+        if rows % n_gpus:
+            raise ValueError(
+                f"--rows-per-step must be a multiple of the {n_gpus} GPUs under {engine.config}, got {rows}."
+            )
+        rows //= n_gpus
+    launch = ["--accelerate-config", engine.config, "--num-processes", str(n_gpus)]
+    return ["train", str(options.folder / RECIPE), *launch, "--gradient-accumulation-steps", str(rows)]
 
 
 def fits(facts: ModelFacts, choices: Choices, machine: Machine, engine: EngineNeed | None) -> bool:
@@ -57,10 +65,14 @@ def fits(facts: ModelFacts, choices: Choices, machine: Machine, engine: EngineNe
 
 
 def needed_bytes(facts: ModelFacts, choices: Choices, machine: Machine, engine: EngineNeed | None) -> int:
-    """Bytes that the machine, or each GPU, must hold. Of several GPUs one measures, with all weights on it."""
-    if engine is not None:
-        return max(engine.bytes_long, facts.size.parameters * facts.dtype.itemsize)
-    return peak_memory(facts.size, choices.step(machine.device)).total
+    """Bytes that the machine, or each GPU, must hold. One GPU measures, with all weights on it as they came."""
+    step = peak_memory(facts.size, choices.step(machine.device)).total if engine is None else engine.bytes_long
+    return max(step, measured_bytes(facts, machine))
+
+
+def measured_bytes(facts: ModelFacts, machine: Machine) -> int:
+    """Bytes of the weights when the model is measured, also where it is trained in fewer bits or in parts."""
+    return facts.size.parameters * (4 if machine.device == "cpu" else facts.dtype.itemsize)
 
 
 def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine) -> list[str]:
@@ -72,7 +84,7 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
         return fits(facts, made, on, engine_of(facts, changed_options, made, on))
 
     ways: dict[str, dict[str, Any]] = {}
-    if options.train not in (None, "lora"):
+    if options.train not in (None, *ADAPTERS):
         ways["--train lora"] = {"train": "lora"}
     if options.gradient_checkpointing is False and "gradient checkpointing" not in facts.missing:
         ways["--gradient-checkpointing"] = {"gradient_checkpointing": True}
@@ -80,6 +92,8 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
     found = [flags for flags, changed in ways.items() if would(**changed)]
     if len(ways) == 2 and not found and would(**every):  # neither alone, but both
         found = [" ".join(ways)]
+    if options.train != "qlora" and would(**{**every, "train": "qlora"}):
+        found.append(" ".join(["--train qlora", *(way for way in ways if "--train" not in way)]))
     lengths = list(_shorter(choices.rows.value["length"]))
     shorter = next((n for n in lengths if would(row_length=n)), None)
     if shorter is not None:
@@ -91,8 +105,9 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
         more = (n for n in _MORE_GPUS if n > machine.n_gpus)
         n_gpus = next((n for n in more if would(replace(machine, n_gpus=n))), None)
         if n_gpus is not None:
-            found.append(f"{n_gpus} such GPUs: --device-memory {machine.memory / GIB:.4g} --devices {n_gpus}")
-    least = peak_memory(facts.size, choices.step(machine.device)).total
+            rows = f" --rows-per-step {n_gpus}" if options.rows_per_step % n_gpus else ""
+            found.append(f"{n_gpus} such GPUs: --devices {n_gpus}{rows}")
+    least = needed_bytes(facts, choices, machine, None)
     room = math.ceil(least / machine.room * machine.memory / GIB)
     return [*found, f"one GPU of {room} GiB" if machine.device == "cuda" else f"{room} GiB of free memory"]
 

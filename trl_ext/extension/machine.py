@@ -48,7 +48,7 @@ class Machine:
         return cls(device, f"{threads} thread{'s' * (threads > 1)} of a CPU", psutil.virtual_memory().available, False)
 
     @classmethod
-    def elsewhere(cls, gib: float, n_gpus: int) -> "Machine":
+    def elsewhere(cls, gib: float, n_gpus: int = 1) -> "Machine":
         """GPUs of `gib` GiB each that are not here, as fast as an H200."""
         return cls("cuda", "a GPU that is not here", int(gib * GIB), True, n_gpus, H200)
 

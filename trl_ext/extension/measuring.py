@@ -1,10 +1,12 @@
 """Measure the model before and after training, and report what was won and what was lost."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from rope_patch.eval import MEASURES, EvalPlan, Result, run_suite, write_report
 from rope_patch.eval.measures.prompt_grid import DEPTHS
@@ -61,6 +63,11 @@ def measure(
     return {name: by_label[label].to_dict() for name, by_label in results.items()}
 
 
+def load_plain(folder: Path, dtype: torch.dtype) -> Any:
+    """A checkpoint as Transformers loads it, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
 def together(measured: dict[str, dict[str, Any]]) -> Results:
     """Measure -> label -> result, from label -> what `measure` returned."""
     return {
@@ -86,6 +93,21 @@ def report(
         settings={**settings, "reasons": reasons_note, **reasons},
         window=facts.window,
     )
+
+
+def log_verdict(verdict: list[str], report_to: Sequence[str], folder: Path) -> None:
+    """Add the verdict to the logs of the training in `folder`: a text in TensorBoard, a table in W&B."""
+    if "tensorboard" in report_to:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(folder / "runs/verdict") as writer:
+            writer.add_text("verdict", "\n\n".join(verdict))
+    if "wandb" in report_to:
+        import wandb
+
+        # a training in other processes, or of an earlier call, has ended its run
+        run = wandb.run or wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name="verdict")
+        run.log({"verdict": wandb.Table(columns=["verdict"], data=[[sentence] for sentence in verdict])})
 
 
 def table(results: Results, window: int) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from rope_patch.base.registry import unknown
 from rope_patch.base.validators import require_integer, require_number
 
 LORA_RANK = 64
@@ -12,7 +13,11 @@ LORA_RANK = 64
 FACTS, ROWS_PER_STEP = 8, 8
 """The values that SmolLM2-135M was measured with."""
 
-Train = Literal["all", "qkv", "lora"]
+Train = Literal["all", "qkv", "lora", "qlora"]
+ADAPTERS: tuple[Train, ...] = ("lora", "qlora")
+"""The ways to train that leave the weights of the model as they are."""
+ENGINES = ("ddp", "zero2", "fsdp2", "fsdp2-cp")
+"""Configs of `rope-patch train --accelerate-config` that export whole models."""
 Precision = Literal["bf16", "float32"]
 
 
@@ -24,10 +29,11 @@ class ExtendOptions:
         model: hub id, or folder of a checkpoint.
         model_revision: branch, tag or commit of a model on the hub; None is "main".
         to: target window, in positions.
-        data: files of documents: .jsonl(.xz, .gz) with `text`, or text files of one document each.
+        data: documents: .jsonl(.xz, .gz) with `text` or `messages`, text files of one document each, folders of these,
+            or ids of data sets on the hub, whose split "train" is read.
         output: folder for all results.
         targets: programs to export for beside Transformers: names in `rope_patch.export.PROGRAMS`.
-        held_out: files of documents to measure on, which must not be in `data`.
+        held_out: documents to measure on, as `data`, which must not be in `data`.
         rescale: RoPE scaling, by name.
         rescale_args: its options.
         view: view of the position IDs in training, by name.
@@ -42,7 +48,7 @@ class ExtendOptions:
         own_tokens: tokens that the model writes itself for rows of chats or own texts; they are repeated if the rows
             hold more.
         rows_per_step: rows in an optimizer step.
-        train: "all" weights, the projections "qkv", or adapters, "lora".
+        train: "all" weights, the projections "qkv", or adapters: "lora", or "qlora" on weights in 4 bits.
         lora_rank: of the adapters; None means `LORA_RANK`.
         learning_rate: peak, from which a cosine falls to a tenth.
         precision: of matrix products in training, "bf16" under autocast or "float32".
@@ -50,11 +56,13 @@ class ExtendOptions:
         prompts: retrieval prompts of each length.
         lengths: of the prompts, in tokens.
         untrained: whether to measure the RoPE scaling without training too.
+        report_to: where the training and the verdict are logged, such as "wandb": names of Transformers' `report_to`.
         converter: llama.cpp's convert_hf_to_gguf.py.
         seed: of all random draws.
         device: "cpu" or "cuda".
+        accelerate_config: how several GPUs train, a name in `ENGINES`; None takes the one that fits and sends least.
+        devices: GPUs that train; None is one, or all with `accelerate_config` or if one is too small.
         device_memory: GiB of a GPU that is not here, to plan for; None plans for this machine.
-        devices: such GPUs; None is one.
     """
 
     model: str
@@ -85,11 +93,13 @@ class ExtendOptions:
     prompts: int | None = None
     lengths: tuple[int, ...] = ()
     untrained: bool = False
+    report_to: tuple[str, ...] = ()
     converter: str | None = None
     seed: int = 0
     device: str | None = None
-    device_memory: float | None = None
+    accelerate_config: str | None = None
     devices: int | None = None
+    device_memory: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("facts", "rows_per_step", "rows", "row_length", "prompts", "own_tokens", "lora_rank", "devices"):
@@ -98,8 +108,10 @@ class ExtendOptions:
         for name in ("learning_rate", "device_memory"):
             if getattr(self, name) is not None:
                 require_number(flag(name), getattr(self, name))
-        if self.devices is not None and self.device_memory is None:
-            raise ValueError("--devices needs --device-memory, the GiB of one of the GPUs.")
+        if self.accelerate_config is not None and self.accelerate_config not in ENGINES:
+            raise unknown("--accelerate-config", self.accelerate_config, ENGINES, of="extend")
+        if self.accelerate_config is not None and self.devices == 1:
+            raise ValueError("--accelerate-config is for several GPUs: leave it out, or --devices 1.")
         if self.device_memory is not None and self.device == "cpu":
             raise ValueError("--device-memory is of a GPU: leave --device cpu out.")
         if self.short is not None and not 0 <= self.short <= 1:  # NaN is refused too
@@ -119,7 +131,7 @@ class ExtendOptions:
 
     def recorded(self) -> dict[str, Any]:
         """As JSON values, without the output folder, which may be moved, and without targets, which may be added."""
-        left_out = ("output", "targets", "converter", "device_memory", "devices")
+        left_out = ("output", "targets", "converter", "device_memory", "devices", "accelerate_config")
         recorded = {name: value for name, value in asdict(self).items() if name not in left_out}
         recorded["lora_rank"] = self.adapter_rank
         return {name: list(value) if isinstance(value, tuple) else value for name, value in recorded.items()}

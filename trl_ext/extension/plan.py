@@ -11,10 +11,12 @@ from ..recipes.engine_advice import EngineNeed
 from ..rows.mix import SHORTER, rows_by_kind
 from ..rows.sampling import AT_ONCE
 from .choices import Choices
-from .duration import H200_OPERATIONS, ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
+from .duration import H200_OPERATIONS, ROUGH, Rate, forward_calls, step_calls, step_operations
 from .facts import ModelFacts
-from .fitting import command_of, engine_of, fits, needed_bytes, remedies
+from .fitting import command_of, engine_of, fits, measured_bytes, needed_bytes, remedies
 from .machine import GIB, Machine
+from .measuring import eval_plan
+from .measuring_parts import Part, operations_of, parts_of, shares_of
 from .options import ExtendOptions
 from .short_rows import batches_a_step
 from .training import RECIPE, n_steps
@@ -113,7 +115,7 @@ class ExtensionPlan:
             by = f" on an H200 [arithmetic from steps on an H200, {H200_OPERATIONS / 1e12:.0f} TFLOP/s]"
         short, most = self.choices.rows.value["length"] // SHORTER, min(SHORTER, self.options.rows_per_step)
         batches = "one row at a time"
-        if short in row_counts(self.choices) and most > 1:
+        if short in row_counts(self.choices) and most > 1 and n_gpus == 1:
             batches += f", up to {most} neighbours of {short:,} tokens together"
         lines = [
             f"The model: {self.facts.full_name}",
@@ -154,34 +156,33 @@ class ExtensionPlan:
         """That the training does not fit, without remedies."""
         on = "this machine" if self.machine.device == "cpu" else "one GPU"
         if self.engine is not None:
-            on = f"each of {self.machine.n_gpus} GPUs, one of which holds all weights when the model is measured"
+            on = f"each of {self.machine.n_gpus} GPUs"
         needed = needed_bytes(self.facts, self.choices, self.machine, self.engine)
+        what = "measuring the model with all weights on one GPU"
+        if needed > measured_bytes(self.facts, self.machine):
+            train = self.choices.weights.value["train"]
+            what = f"training on rows of {self.choices.rows.value['length']:,} tokens ({train})"
         return (
-            f"training on rows of {self.choices.rows.value['length']:,} tokens ({self.choices.weights.value['train']}) "
-            f"needs {needed / GIB:.1f} GiB, and {self.machine.room / GIB:.1f} may be taken on {on}. Each of these "
-            "would make it fit:"
+            f"{what} needs {needed / GIB:.1f} GiB, and {self.machine.room / GIB:.1f} may be taken on {on}. Each of "
+            "these would make it fit:"
         )
 
     def _engine_lines(self) -> list[str]:
         """What each of several GPUs holds, and the command that trains on them."""
         if self.engine is None:
             return []
-        engine, folder, n_gpus, room = self.engine, self.options.folder, self.machine.n_gpus, self.machine.room
+        engine, n_gpus, room = self.engine, self.machine.n_gpus, self.machine.room
+        which = "you name" if self.options.accelerate_config else "fits and sends least" if self.fits else "takes least"
         is_long = engine.bytes_long < engine.bytes and engine.bytes > room
         held = engine.bytes_long if is_long else engine.bytes
         lines = [
-            f"Memory on each of {n_gpus} such GPUs, under the engine that fits and sends least:",
+            f"Memory on each of {n_gpus} such GPUs, under the engine that {which}:",
             f"  {held / GIB:8.2f}  {engine.config}{', with long_rows, which switches itself on' if is_long else ''}",
         ]
         if not self.fits:
-            return [lines[0].replace("fits and sends least", "takes least"), *lines[1:]]
-        if n_gpus > self.options.rows_per_step and not engine.config.endswith("-cp"):
-            lines.append(f"A step there is of {n_gpus} rows, one a GPU, and not of {self.options.rows_per_step}.")
-        if self.memory.total <= room:
-            why = "extend trains on one GPU. Its recipe, which is written when training begins, trains on several:"
-            return [*lines, why, f"  {command_of(self.options, self.machine, engine, f'{folder}-{n_gpus}-gpus')}"]
-        why = "extend trains on one GPU, which is too small: it writes the recipe and stops. Train by it, then go on"
-        return [*lines, f"{why} with extend:", f"  {command_of(self.options, self.machine, engine)}"]
+            return lines
+        command = " ".join(command_of(self.options, engine))
+        return [*lines, "extend starts the training on them, as this command would:", f"  rope-patch {command}"]
 
     def _quicker(self) -> list[str]:
         """Options with which a CPU ends sooner, of those that were not given already."""
@@ -226,13 +227,12 @@ def row_counts(choices: Choices) -> dict[int, int]:
     return {size: count for size, count in ((length, long), (length // SHORTER, short)) if count}
 
 
-def own_tokens(choices: Choices) -> int:
-    """Tokens that the model writes itself: as many as its rows hold, at most `own_tokens`."""
+def own_tokens(choices: Choices) -> dict[str, int]:
+    """Tokens that the model writes itself, by kind: as many as its rows hold, `own_tokens` of all kinds at most."""
     value = choices.rows.value
-    own = sum(
-        count for kind, count in rows_by_kind(value["n"], value["shares"]).items() if kind in ("chats", "own_texts")
-    )
-    return min(value["own_tokens"], own * value["length"])
+    rows = rows_by_kind(value["n"], value["shares"])
+    own = {kind: rows[kind] for kind in ("chats", "own_texts") if rows.get(kind)}
+    return {kind: min(value["own_tokens"] // len(own), count * value["length"]) for kind, count in own.items()}
 
 
 def _minutes(
@@ -244,23 +244,21 @@ def _minutes(
     # rows are joined by extend alone
     batches = _batches(choices, options) if machine.n_gpus == 1 else sum(counts.values())
     train = rate.seconds(operations, batches * step_calls(size, step)) / machine.n_gpus
-    n_texts = measuring["prompts"]
-    if "several" in measuring["measures"]:
-        n_texts = -(-n_texts // len(DEPTHS))  # a text has a question at each depth
-    of_ruler = len(measuring["ruler_tasks"]) * measuring["ruler_samples"] * list(measuring["ruler_lengths"])
-    lengths = [*measuring["lengths"] * n_texts, *of_ruler, *[measuring["row_length"]] * measuring["n_rows"]]
-    measure = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
-    # each length has graphs of its own
-    measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]})
-    write, tokens = 0.0, own_tokens(choices)
-    if tokens:
+
+    def seconds_of(part: Part) -> float:
+        return rate.seconds(operations_of(size, part), part.count * calls)
+
+    shares = shares_of(parts_of(eval_plan(facts, choices, options.seed)), machine.n_gpus, seconds_of)
+    measure = max(sum(map(seconds_of, share)) for share in shares)
+    measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]}) / machine.n_gpus
+    write, own = 0.0, own_tokens(choices)
+    if own:
         seconds = seconds_a_step(facts, step.device) if machine.rate is None else None
         free_memory()
         if seconds is None:  # on a GPU that is not here, or without a cache that can be timed
             # one token of each text: a multiplication and an addition with each weight
             seconds = rate.seconds(2.0 * size.parameters * AT_ONCE[step.device], calls)
-        kinds = [kind for kind in ("chats", "own_texts") if kind in choices.rows.value["shares"]]
-        write = sum(seconds_of_writing(facts, step.device, kind, tokens // len(kinds), seconds) for kind in kinds)
+        write = sum(seconds_of_writing(facts, step.device, kind, tokens, seconds) for kind, tokens in own.items())
     return Minutes(measure / 60, write / 60, train / 60, measurements=3 if options.untrained else 2)
 
 

@@ -47,7 +47,7 @@ def make(facts: ModelFacts, options: ExtendOptions, choices: Choices, texts: lis
             # small test models may have a window shorter than the default length
             longest = min(_TEXT_TOKENS, facts.window // 2)
             own = sampled_texts(model, facts.tokenizer, max_tokens=longest, seed=options.seed)
-        made = until(tokens, own, f"{kind.replace('_', ' ')} of the model")
+        made = until(tokens[kind], own, f"{kind.replace('_', ' ')} of the model")
         del model, own
         free_memory()
         return made

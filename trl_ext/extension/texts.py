@@ -1,10 +1,19 @@
 """The user's documents, split into those to train on and those to measure on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
 
 from rope_patch.eval import read_texts, text_rows
-from rope_patch.prompts.text import standard_library_files
+from rope_patch.eval.results.cache import data_hash, files_hash
+from rope_patch.prompts.text import require_file, standard_library_files, text_of
 
+from ..data.data_files import READ_ERRORS, unreadable
+from ..recipes.arguments import is_hub_id
+from ..recipes.dataset import digests
 from .facts import ModelFacts
 from .options import ExtendOptions
 
@@ -36,7 +45,7 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, measured
         FileNotFoundError: there is no such file.
         ValueError: a file has no `text`, there is too little, or documents to measure on are trained on.
     """
-    texts = list(read_texts(options.data))
+    texts = documents(facts, options.data)
     try:
         text_rows(facts.tokenizer, texts, seq_len=row_length, n_rows=1)
     except ValueError as error:
@@ -44,7 +53,7 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, measured
             f"--data has too little text for one training row of {row_length:,} tokens: {error}"
         ) from error
     if options.held_out:
-        named = _longest_first(list(read_texts(options.held_out)))
+        named = _longest_first(documents(facts, options.held_out))
         both = set(texts) & set(named)
         if both:
             raise ValueError(
@@ -74,6 +83,51 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, measured
         _require(facts, own, measured_length, n_rows)
         why = "a tenth of --data is too short to be measured on"
         return Texts(texts, own, f"the sources of Python's standard library, as {why}")
+
+
+def documents(facts: ModelFacts, sources: Sequence[str]) -> list[str]:
+    """The documents in files, in all files of folders, and in data sets on the hub.
+
+    Chats are texts that the model's chat template has written, without the token that begins every text.
+    """
+    tokenizer = facts.tokenizer
+    begin = tokenizer.bos_token or ""
+
+    def written(messages: list[dict[str, str]]) -> str:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        return text.removeprefix(begin)
+
+    chat, texts = written if facts.is_chat else None, []
+    for source in sources:
+        if is_hub_id(source):
+            rows = enumerate(_hub_rows(source), 1)
+            texts += [text_of(row, f"row {number} of {source}", chat) for number, row in rows]
+        else:
+            texts += read_texts(_files(source), chat)
+    return texts
+
+
+def contents(sources: Sequence[str]) -> list[str | None]:
+    """A hash of each source."""
+    return [
+        digests({"": _hub_rows(source)}, {})[""] if is_hub_id(source) else data_hash(*map(files_hash, _files(source)))
+        for source in sources
+    ]
+
+
+def _files(source: str) -> list[Path]:
+    path = Path(source)
+    inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    if not inside:
+        require_file(path)
+    return inside or [path]
+
+
+def _hub_rows(name: str) -> Any:
+    try:
+        return load_dataset(name, split="train")
+    except READ_ERRORS as error:
+        raise unreadable([name], error) from error
 
 
 def _longest_first(texts: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """The training of an extension."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,11 @@ from transformers import TrainerCallback
 from ..config import LONG_DOCUMENTS
 from ..engines.device import free_memory
 from ..recipes.fine_tuning import Trained, run
+from ..recipes.launching import Launch
 from ..recipes.stages import Stage, read_stages
 from .choices import Choices
 from .facts import ModelFacts
-from .options import ExtendOptions
+from .options import ADAPTERS, ExtendOptions
 from .short_rows import ShortRowsTrainer
 
 RECIPE = "recipe.yaml"
@@ -49,7 +51,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
         "save_steps": max(n_steps // _SAVES, 1),
         "save_total_limit": 1,
         "logging_steps": 1,
-        "report_to": "none",
+        "report_to": list(options.report_to) or "none",
         "seed": options.seed,
     }
     if weights["gradient_checkpointing"]:
@@ -62,7 +64,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
 def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: int) -> dict[str, Any]:
     """The recipe of the training on `rows.jsonl`: one stage, so that training and export are resumed by recipes."""
     weights = choices.weights.value
-    has_adapters = weights["train"] == "lora"
+    has_adapters = weights["train"] in ADAPTERS
     in_16_bits = has_adapters and choices.precision.value == "bf16"  # weights that are trained are float32
     keys: dict[str, Any] = {
         "model_name_or_path": facts.name,
@@ -81,6 +83,8 @@ def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: 
             "lora_dropout": 0.0,
             "lora_target_modules": list(facts.attention_projections),
         }
+    if weights["train"] == "qlora":
+        keys |= {"load_in_4bit": True, "use_bnb_nested_quant": True}
     return keys
 
 
@@ -103,9 +107,35 @@ def write(keys: dict[str, Any], options: ExtendOptions) -> Path:
     return file
 
 
-def train(keys: dict[str, Any], options: ExtendOptions, n_rows: int, tell: Callable[[str], None]) -> Trained:
-    """Train by the recipe `keys`, and export to the folder "model"; the same call resumes a stopped one."""
+def train(
+    keys: dict[str, Any],
+    options: ExtendOptions,
+    n_rows: int,
+    tell: Callable[[str], None],
+    command: list[str] | None = None,
+) -> Trained:
+    """Train by the recipe `keys`, and export to the folder "model"; the same call resumes a stopped one.
+
+    Args:
+        keys: of the recipe.
+        options: of the extension.
+        n_rows: in `rows.jsonl`.
+        tell: called with each line of output.
+        command: arguments of `rope-patch` that train on several GPUs; None trains in this process.
+
+    Raises:
+        ChildProcessError: a process of `command` has failed, and has printed why.
+    """
     file = write(keys, options)
+    if command is not None:
+        tell(f"  rope-patch {' '.join(command)}")
+        launch, arguments = Launch.take(command)
+        status = 0 if launch is None else launch.run(arguments)
+        if status:
+            raise ChildProcessError(f"training has ended with status {status}, for the reason above.")
+        # exported again, with the window and the check that no recipe names
+        shutil.rmtree(options.folder / "model")
+        return run(read_stages(keys, source=str(file)), window=options.to, check=True)
     progress = _Progress(tell, n_rows, options.rows_per_step)
     try:
         return run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress, window=options.to, check=True)

@@ -85,6 +85,7 @@ def plan_memory(
     mode: LongRows,
     sharding: Sharding | None = None,
     host: int | None = None,
+    in_4_bits: bool = False,
 ) -> MemoryPlan:
     """Estimate the memory of a step and decide whether rows are long, from a model with adapters, on any device.
 
@@ -96,9 +97,10 @@ def plan_memory(
         mode: `long_rows` of `args`.
         sharding: what the engine splits over ranks; None for nothing.
         host: bytes that a rank may pin on its host; None takes `host_memory`.
+        in_4_bits: whether the layers of `model` are to be quantised.
     """
     sharding = sharding or Sharding()
-    size, step = ModelSize.of(model), _step(model, args, row_length, sharding)
+    size, step = ModelSize.of(model), replace(_step(model, args, row_length, sharding), in_4_bits=in_4_bits)
     n = math.ceil(step.row_length / sharding.row)
     compiled_calls = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
     # torch.compile would compile again wherever attention is patched

@@ -1,7 +1,7 @@
 """The sizes of a model, from which memory and time are estimated."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ class ModelSize:
         queries: Q, features of all query heads together.
         keys: K, features of all key heads together.
         vocabulary: entries of the output head.
-        codes: bytes of quantised weights, and of buffers.
+        codes: bytes of quantised weights with their scales, and of buffers.
+        linears: in the linear modules of layers, which `load_in_4bit` quantises.
+        decoded: of the largest quantised matrix, as large as which a product makes a copy.
     """
 
     parameters: int
@@ -52,6 +54,18 @@ class ModelSize:
     keys: int
     vocabulary: int
     codes: int = 0
+    linears: int = 0
+    decoded: int = 0
+
+    @property
+    def in_4_bits(self) -> "ModelSize":
+        """The model under `load_in_4bit` and `use_bnb_nested_quant`.
+
+        Half a byte a weight, a byte for the scale of 64, and four for that of 256 such scales.
+        """
+        rest = {name: getattr(self, name) - self.linears for name in ("parameters", "in_layers")}
+        codes = self.linears // 2 + self.linears // 64 + self.linears // 4096
+        return replace(self, **rest, codes=self.codes + codes, linears=0, decoded=self.hidden * self.intermediate)
 
     @property
     def block(self) -> int:
@@ -71,7 +85,7 @@ class ModelSize:
         config: Any = decoder.config
         adapted = bool(adapter_layers(model))
 
-        def count(parameters: Iterable[nn.Parameter]) -> int:
+        def count(parameters: Iterable[torch.Tensor]) -> int:
             return sum(numel(p) for p in parameters if not (_is_code(p) or (adapted and p.requires_grad)))
 
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -83,6 +97,8 @@ class ModelSize:
         norms = _norms(decoder)
         hidden_norms = sum(size == config.hidden_size for name, size in norms if name not in _HEAD_NORMS)
         has_head_norms = any(name in _HEAD_NORMS for name, _ in norms)
+        modules = [m for m in decoder.modules() if isinstance(m, nn.Linear)]
+        coded = [m.in_features * m.out_features for m in modules if _is_code(m.weight)]
         codes = (*filter(_is_code, model.parameters()), *model.buffers())
         return cls(
             parameters=count(model.parameters()),
@@ -100,7 +116,9 @@ class ModelSize:
             queries=queries,
             keys=keys,
             vocabulary=_shape(ends_of.get_output_embeddings().weight)[0],
-            codes=sum(numel(tensor) * tensor.element_size() for tensor in codes),
+            codes=sum(numel(tensor) * tensor.element_size() + _scales(tensor) for tensor in codes),
+            linears=count(m.weight for m in modules),
+            decoded=max(coded, default=0),
         )
 
 
@@ -124,6 +142,13 @@ def numel(tensor: torch.Tensor) -> int:
 def _is_code(parameter: torch.Tensor) -> bool:
     """Whether a parameter is quantised: to integers, some of which hold two values of 4 bits, or to FP8."""
     return not parameter.is_floating_point() or parameter.element_size() == 1
+
+
+def _scales(code: Any) -> int:
+    """Bytes of the scales of a 4-bit weight of bitsandbytes, and of the scales of those."""
+    state = getattr(code, "quant_state", None)
+    states = [held for held in (state, getattr(state, "state2", None)) if held is not None]
+    return sum(int(held.absmax.numel() * held.absmax.element_size()) for held in states)
 
 
 def _norms(decoder: nn.Module) -> list[tuple[str, int]]:

@@ -46,6 +46,7 @@ class Step:
             of layers with sliding windows alone.
         long: whether layers run in tiles of tokens.
         offloaded_layers: layers whose checkpointed inputs wait on the host.
+        in_4_bits: whether layers are to be quantised, of a model whose sizes are those before.
         factors: of the objective.
     """
 
@@ -70,6 +71,7 @@ class Step:
     masks_all: bool = False
     long: bool = False
     offloaded_layers: int = 0
+    in_4_bits: bool = False
     factors: ActivationFactors = ActivationFactors()
 
     @property
@@ -151,7 +153,8 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
         freed       = gradients, at most checkpoints; 0 where gradients of several batches are added, or with `long`
         masks       = (1 + c) B n^2, in one byte and as numbers that are added to scores, from forward to backward
         beside      = b B n w H, tensors that the objective keeps while layers run
-        layer       = p B n max(attention, mlp + blocks); in tiles the second of one tile
+        layer       = p B n max(attention, mlp + blocks); in tiles the second of one tile; and c for each weight of
+                      the largest quantised matrix, which is decoded for its product
           attention   c (4 H + 6 Q + 2 K) + 4 Q: residual stream and its gradient, the norm's output, queries, keys,
                       values, the output, and gradients of all, those of keys and values once for each query head, and
                       float32 sums of queries' gradients; in a ring 8 Q + 16 K more, sums of its parts
@@ -172,7 +175,7 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
         step: what is done.
         sharding: what an engine splits over ranks; None for nothing.
     """
-    sharding = sharding or Sharding()
+    sharding, size = sharding or Sharding(), size.in_4_bits if step.in_4_bits else size
     w, c, hidden, adapted = step.weight_bytes, step.product_bytes, size.hidden, step.train == "lora"
     trained = step.trained
     if trained is None:
@@ -217,7 +220,7 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
         freed=0 if step.accumulates or step.long or sharding.buffers else min(checkpoints, gradients),
         masks=(1 + c) * step.rows * n**2 if way == "masks" and (windowed or step.masks_all) else 0,
         beside=int(step.factors.beside * tokens * w * hidden),
-        layer=int(layer) + (state if step.offloaded_layers else 0),
+        layer=int(layer) + c * size.decoded + (state if step.offloaded_layers else 0),
         loss=_loss(size, step, tokens) + 4 * head * trains_head,
     )
 

@@ -1,6 +1,7 @@
 """Arguments in one form: flags with hyphens, and `~` expanded where no shell does it. Imports nothing heavy."""
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,13 @@ def normalized(arguments: Sequence[str]) -> list[str]:
         flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
         made.append(flag.replace("_", "-") + equals + with_home(value))
     return made
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no file or folder may be one on the hub, OWNER/NAME, and not a path with a mistake."""
+    owner, slash, last = name.partition("/")
+    looks_so = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not re.search(r"\.(\w*json\w*|txt|md|gz|xz)$", last)
+    return bool(looks_so) and not os.path.exists(name) and not os.path.isdir(owner)
 
 
 def with_home(value: Any) -> Any:

@@ -45,7 +45,12 @@ class EngineNeed:
 
 
 def engine_needs(
-    model: nn.Module, training: Any, n_gpus: int, device: torch.device, gpus_per_row: int | None = None
+    model: nn.Module,
+    training: Any,
+    n_gpus: int,
+    device: torch.device,
+    gpus_per_row: int | None = None,
+    in_4_bits: bool = False,
 ) -> list[EngineNeed]:
     """The needs of each engine on `n_gpus` GPUs, in order of increasing communication.
 
@@ -55,13 +60,15 @@ def engine_needs(
         n_gpus: GPUs in all, of one host.
         device: that trains.
         gpus_per_row: GPUs that share a row; None for all.
+        in_4_bits: whether the layers of `model` are to be quantised.
     """
     needs = []
     may_be_long = training.long_rows != "off" and training.gradient_checkpointing
     host = host_memory() // n_gpus  # of each rank
     for config in ("ddp", "zero2", "fsdp2", "fsdp2-cp") if n_gpus > 1 else ("ddp",):
         sharding = Sharding.of_config(config, n_gpus, gpus_per_row)
-        plan = plan_memory(model, training, training.max_length, device, training.long_rows, sharding, host)
+        mode = training.long_rows
+        plan = plan_memory(model, training, training.max_length, device, mode, sharding, host, in_4_bits)
         refused = why_not_shared(model, training, "cp", sharding.row) if sharding.ring else None
         long = plan.memory_when_on.total if may_be_long else plan.memory.total
         needs.append(EngineNeed(config, n_gpus, plan.memory.total, long, refused))
@@ -77,6 +84,7 @@ def engine_advice(
     *,
     attention: str | None = None,
     gpus_per_row: int | None = None,
+    in_4_bits: bool = False,
     available: int | None = None,
 ) -> str:
     """A table of the memory that each engine needs, and a recommendation.
@@ -89,6 +97,7 @@ def engine_advice(
         n_gpus: numbers of GPUs to look at, rising.
         attention: implementation that the model is loaded with; None for Transformers' choice.
         gpus_per_row: GPUs that share a row under "fsdp2-cp"; None for all.
+        in_4_bits: whether the layers of the model are to be quantised.
         available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
@@ -103,7 +112,7 @@ def engine_advice(
         train_qkv_only(model)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    needs = [need for n in n_gpus for need in engine_needs(model, training, n, device, gpus_per_row)]
+    needs = [need for n in n_gpus for need in engine_needs(model, training, n, device, gpus_per_row, in_4_bits)]
     tokens = training.per_device_train_batch_size * training.max_length
     most = max(n_gpus) if available is None else available
     reasons = [why_not_shared(model, training, "sp", gpus_per_row or n) for n in n_gpus if n > 1]

@@ -31,6 +31,7 @@ from ..engines.device import free_memory
 from ..runs.checkpoint import ADAPTER_CONFIG, require_checkpoint, require_no_adapter, require_tokenizer, trusts_code
 from ..runs.folder import is_whole, last_checkpoint, only_run, read_run_record, require_same_settings, write_whole
 from ..runs.model_files import begun_with, commit_of, model_files, recorded_commit, require_same_model
+from ..runs.progress import Progress
 from ..trainer.trainer import RopeSFTTrainer
 from .adapter_config import adapter_config
 from .dataset import digests, read_dataset
@@ -266,6 +267,7 @@ def _train(
         for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
             trainer.remove_callback(printing)
         trainer.add_callback(progress)
+    trainer.add_callback(_ProgressFile())
     newest = last_checkpoint(stage.folder) if stage.name else training.resume_from_checkpoint
     checkpoint, begun = None if newest is None else str(newest), time.time()
     # read before the training, which may remove old checkpoints
@@ -286,6 +288,18 @@ def _train(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tail = losses[-max(1, len(losses) // 10) :]
     return Figures(step, int(trainer._total_train_tokens), sum(tail) / len(tail) if tail else None)
+
+
+class _ProgressFile(TrainerCallback):
+    """Writes where the training stands, for `rope-patch status`."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began = state.global_step, time.time()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs and "loss" in logs:
+            at = Progress(state.global_step, state.max_steps, float(logs["loss"]), *self.began, time.time())
+            at.write(Path(args.output_dir))
 
 
 def _how_to_resume(stage: Stage, begun: float) -> str:
@@ -347,7 +361,7 @@ def plan_recipe(
         available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
-        ValueError: the recipe is wrong, or of weights in 4 or 8 bits, which are not counted.
+        ValueError: the recipe is wrong, or of weights in 8 bits, which are not counted.
         OSError: a file that is not there.
     """
     on_cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # where bf16 would be refused
@@ -355,10 +369,8 @@ def plan_recipe(
     for stage in _read([*arguments, *on_cpu]):
         training, model, loading = stage.training, stage.model, stage.loading
         config = require_model(model, loading["revision"], trusts_code(training))
-        if model.load_in_4bit or model.load_in_8bit:
-            raise ValueError(
-                "--dry-run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out."
-            )
+        if model.load_in_8bit:
+            raise ValueError("--dry-run counts weights of 4, 16 and 32 bits alone: leave load_in_8bit out.")
         plan = engine_advice(
             config,
             training,
@@ -367,6 +379,7 @@ def plan_recipe(
             n_gpus,
             attention=loading["attn_implementation"],
             gpus_per_row=gpus_per_row,
+            in_4_bits=model.load_in_4bit,
             available=available,
         )
         plans.append(f"{stage.name}:\n{plan}" if stage.name else plan)

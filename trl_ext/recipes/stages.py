@@ -1,6 +1,7 @@
 """The stages of a recipe: one training, or several `stages`, each with the keys in which it differs."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -195,4 +196,9 @@ def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: st
     # folders and files may be moved: of what is not streamed the rows are compared, see `dataset.digests`
     may_change = ("output_dir",) if data.streaming else ("output_dir", "datasets")
     settings = {key: value for key, value in given.items() if key not in may_change and value != defaults.get(key)}
+    # of all ranks: a run may be resumed on another number of them
+    sharing = [int(os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", 1)) for kind in ("CP", "SP")]
+    settings["gradient_accumulation_steps"] = (
+        training.gradient_accumulation_steps * training.world_size // math.prod(sharing)
+    )
     return Stage(name, script, training, model, data, json.loads(json.dumps(settings, default=str)))

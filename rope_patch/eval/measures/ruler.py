@@ -201,7 +201,7 @@ def ruler(
     chosen = list(dict.fromkeys(task for _, task in documents))
     result = Ruler(list(lengths), {task: [] for task in chosen}, samples, [], {task: [] for task in chosen}, [])
     for length in lengths:
-        at_once = max(_TOKENS_AT_ONCE // (length * samples), 1)  # tasks
+        at_once = tasks_at_once(length, samples)
         for first in range(0, len(chosen), at_once):
             together = {task: documents[length, task] for task in chosen[first : first + at_once]}
             measured: dict[str, dict[str, Any]] = {}
@@ -221,6 +221,11 @@ def ruler(
                 if value["answer_positions"] is not None:
                     result.answer_positions.append(value["answer_positions"])
     return result
+
+
+def tasks_at_once(length: int, samples: int) -> int:
+    """Tasks that are asked together, where each has `samples` prompts of `length` tokens."""
+    return max(_TOKENS_AT_ONCE // (length * samples), 1)
 
 
 def _measure(

@@ -14,7 +14,7 @@ COMMANDS = sorted(_parser()._commands())
 
 
 def test_every_command_is_there():
-    assert set(COMMANDS) >= {"check", "demo", "eval", "export", "methods", "probe", "rows", "train"}
+    assert set(COMMANDS) >= {"check", "demo", "eval", "export", "methods", "probe", "rows", "status", "train"}
 
 
 def test_the_version_is_that_of_the_package(capsys):

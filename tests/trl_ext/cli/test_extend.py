@@ -86,7 +86,7 @@ def test_what_a_slow_machine_is_told_to_type_are_flags(folder, capsys, monkeypat
     ("arguments", "message"),
     [
         (["base", "--to", "1600", "--data", "none.jsonl"], "there is no text file none.jsonl"),
-        (["base", "--to", "1600", "--data", "base"], "base is a folder: name the files in it."),
+        (["base", "--to", "1600", "--data", "base"], "base/config.json cannot be read as text: it ends with .json"),
         (
             ["base", "--to", "700", "--data", "books.jsonl"],
             "--to must be longer than the context window of base, 800",

@@ -97,6 +97,16 @@ def test_the_first_way_that_fits_is_taken(gib, train, checkpointing):
     assert (value["train"], value["gradient_checkpointing"]) == (train, checkpointing)
 
 
+def test_qlora_has_the_rate_of_adapters_and_a_quarter_of_the_weights_of_layers():
+    lora, qlora = (choose(facts(shape=LLAMA), options(train=train), gpu(140)) for train in ("lora", "qlora"))
+    assert qlora.rate == lora.rate and "(QLoRA, over weights in 4 bits) of rank 64" in qlora.weights.text
+    assert "merged into the weights as they came" in qlora.weights.reason
+    size = COMMON.size
+    lora, qlora = (peak_memory(size, choices.step("cuda")).weights for choices in (lora, qlora))
+    matrices = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
+    assert lora - qlora == pytest.approx((2 - 0.5 * (1 + 0.127 / 4)) * matrices, rel=1e-3)
+
+
 def test_what_takes_least_is_chosen_where_nothing_fits():
     found = choose(facts(shape=LLAMA), options(), gpu(12)).weights
     assert found.value["train"] == "lora" and found.value["gradient_checkpointing"]

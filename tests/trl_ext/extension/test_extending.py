@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import trl_ext.extension.training as training_module
 from rope_patch import export, patch_model
 from rope_patch.export import reloading
 from trl_ext import extend
+from trl_ext.cli.status import status
 from trl_ext.extension import extending, measuring, rows
 from trl_ext.extension.plan import ExtensionPlan
 from trl_ext.recipes import fine_tuning
@@ -105,6 +107,25 @@ def test_what_is_done_is_printed(whole):
     assert "{'loss'" not in text, "no dictionaries of the trainer"
 
 
+def test_qlora_trains_on_4_bits_and_is_merged_into_the_weights_as_they_came(folder, quick, weights, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    held, step = set(), training_module.ShortRowsTrainer.training_step
+
+    def looking(trainer, model, *given):
+        held.update((type(p).__name__, p.dtype, p.requires_grad) for p in model.parameters())
+        return step(trainer, model, *given)
+
+    monkeypatch.setattr(training_module.ShortRowsTrainer, "training_step", looking)
+    done = run(train="qlora", lora_rank=4, untrained=False)
+    trained = {kind for kind in held if kind[2]}
+    assert held - trained == {("Params4bit", torch.uint8, False), ("Parameter", torch.float32, False)}
+    assert trained == {("Parameter", torch.float32, True)}
+    before, after = weights(folder / "base"), weights(done.model)
+    changed = {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert "quantization_config" not in (done.model / "config.json").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "sliding"])
 def test_the_export_is_loaded_in_a_python_of_its_own(model, folder, weights, monkeypatch):
@@ -135,7 +156,7 @@ def stop(*_, **__):
     raise Stop
 
 
-@pytest.mark.parametrize("train", ["all", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("train", ["all", *(pytest.param(t, marks=pytest.mark.slow) for t in ("lora", "qlora"))])
 def test_a_run_that_is_stopped_in_any_step_ends_with_the_same_weights(train, whole, folder, weights, monkeypatch):
     options = {} if train == "all" else {"train": train, "lora_rank": 4}
     done = whole.done if train == "all" else run(output="whole", **options)
@@ -179,6 +200,28 @@ def test_a_run_that_is_stopped_in_any_step_ends_with_the_same_weights(train, who
     made = weights(parts.model)
     assert made.keys() == expected.keys() and all(torch.equal(made[name], expected[name]) for name in made)
     assert (parts.table, parts.verdict) == (done.table, done.verdict)
+
+
+def test_the_status_of_a_run_says_where_it_stands(folder, quick, monkeypatch):
+    step, during = training_module.ShortRowsTrainer.training_step, []
+
+    def looking(trainer, *given):
+        if trainer.state.global_step == 2:
+            during.extend(status(folder / "out"))
+            stop()
+        return step(trainer, *given)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(training_module.ShortRowsTrainer, "training_step", looking)
+        run(untrained=False)
+    assert during[0] == f"{folder}/out: extending base to 1,600 positions, running"
+    assert during[1].endswith("making training rows. Then: training and exporting, for 0 minutes.")
+    assert re.fullmatch(r"Step 2 of 3, loss \d\.\d{3} at \d\d:\d\d:\d\d, about 0 minutes left.", during[2])
+    assert during[3] == f"Last checkpoint: {folder}/out/training/checkpoint-2"
+    assert status(folder / "out")[0].endswith("positions, stopped")
+    done = run(untrained=False)
+    assert status(folder / "out")[1:-1] == done.verdict and status(folder / "out")[0].endswith("positions, finished")
+    assert (folder / "out/result.txt").read_text() == f"{done}\n"
 
 
 def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, finished, quick, monkeypatch):
@@ -251,7 +294,7 @@ def test_the_folder_of_another_run_is_refused(folder, finished):
         ({"short": -0.5}, "--short must be a share from 0 to 1, got -0.5"),
         ({"short": float("nan")}, "--short must be a share from 0 to 1, got nan"),
         ({"shares": {"chats": 1.0}}, "a model without a chat template writes no chats"),
-        ({"train": "some"}, "--train must be one of all, qkv, lora, got 'some'"),
+        ({"train": "some"}, "--train must be one of all, qkv, lora, qlora, got 'some'"),
         ({"view": "pose", "view_args": {"target": 100}}, "target"),
         ({"colour": 1}, "Unknown option 'colour' of extend"),
         ({"lengths": (40,)}, "--lengths 40: 40 tokens are too few for the needles"),

@@ -1,24 +1,26 @@
 """Plans for GPUs that are not here: what they need, how long they take, what would make them fit."""
 
 import json
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from scaling import extended_model, extension_plan
 from support.characters import character_tokenizer
+from support.ranks import ROOT
 from support.shapes import size
-from transformers import AutoConfig
 
 from trl_ext import cli, extend
-from trl_ext.extension import extending, measuring
+from trl_ext.extension import measuring, measuring_parts, rows
 from trl_ext.extension.choices import choose
 from trl_ext.extension.duration import H200, step_calls, step_operations
 from trl_ext.extension.fitting import engine_of, fits
 from trl_ext.extension.machine import GIB, Machine
 from trl_ext.memory.step import Step
-from trl_ext.recipes.engine_advice import EngineNeed
-from trl_ext.recipes.fine_tuning import train_recipe
+from trl_ext.recipes.launching import Launch
 
 EXTENSIONS = json.loads((Path(__file__).parents[3] / "research" / "results" / "extension-memory-h200.json").read_text())
 MODEL = replace(extended_model("Llama-3-8B"), tokenizer=character_tokenizer())  # its modules are made once
@@ -53,18 +55,17 @@ def test_hours_elsewhere_are_those_of_an_h200():
 def test_several_gpus_divide_the_hours_and_each_holds_what_the_trainer_counts():
     one, eight = plan_of(80), plan_of(80, 8)
     assert eight.choices == one.choices and 1 <= 8 * eight.minutes.train / one.minutes.train < 1.3
-    assert eight.minutes.measure == one.minutes.measure, "extend measures on one"
+    assert 4 < one.minutes.measure / eight.minutes.measure < 8, "of the longest prompts there are few parts"
     assert eight.engine.config == "ddp" and eight.engine.bytes == pytest.approx(one.memory.total, rel=0.05)
-    assert "--accelerate-config ddp --num-processes 8 --gradient-accumulation-steps 1 --output-dir out-8-gpus" in str(
-        eight
-    )
+    assert "--accelerate-config ddp --num-processes 8 --gradient-accumulation-steps 1" in str(eight)
 
 
 def test_all_weights_that_one_gpu_cannot_hold_are_split_over_eight():
     assert not plan_of(80, train="all").fits
     plan = plan_of(80, 8, train="all")
     assert plan.fits and plan.engine.config == "fsdp2" and plan.engine.bytes < 80 * GIB < plan.memory.total
-    assert "it writes the recipe and stops" in str(plan) and "--output-dir" not in str(plan)
+    named = plan_of(80, 8, train="all", accelerate_config="zero2")
+    assert named.engine.config == "zero2" and "under the engine that you name:" in str(named)
 
 
 def test_what_would_make_a_training_fit_is_said_and_does():
@@ -81,6 +82,17 @@ def test_what_would_make_a_training_fit_is_said_and_does():
         if way.startswith("--row-length"):
             assert plan_of(80, row_length=int(way.split()[-1]), **given).fits
     assert plan_of(24, **given).remedies[0] == "--train lora --gradient-checkpointing", "both together"
+
+
+def test_qlora_makes_a_training_fit_and_one_gpu_measures_all_weights():
+    model = replace(extended_model("Qwen3-8B"), tokenizer=character_tokenizer())
+    plan = extension_plan(model, 28, 1)
+    assert not plan.fits and plan.remedies[0] == "--train qlora"
+    assert extension_plan(model, 28, 1, train="qlora").fits
+    small = extension_plan(model, 16, 1, train="qlora", row_length=4096)
+    assert small.memory.total < small.machine.room and small.misfit.startswith("measuring the model with all weights")
+    assert small.remedies == ["one GPU of 17 GiB"]
+    assert extension_plan(model, 80, 8, train="qlora").engine.config == "ddp"
 
 
 def test_weights_that_no_single_gpu_holds_cannot_be_measured():
@@ -101,7 +113,7 @@ ARGUMENTS = "extend base --to 1600 --data books.jsonl --output out --short 0 --f
             ["--device-memory", "80"],
             "--device-memory plans for a GPU that is not here, and runs nothing",
         ),
-        (["--devices", "8", "--dry-run"], "--devices needs --device-memory"),
+        (["--accelerate-config", "ddp", "--dry-run", "--device-memory", "80"], "and one would train: give --devices"),
         (["--device-memory", "0", "--dry-run"], "--device-memory must be a number above 0"),
         (["--device-memory", "80", "--device", "cpu", "--dry-run"], "leave --device cpu out"),
     ],
@@ -120,20 +132,112 @@ def test_a_plan_needs_no_weights_and_its_status_says_whether_it_fits(folder, cap
     assert not (folder / "out").exists()
 
 
+SMALL = {"rows": 4, "rows_per_step": 2, "short": 0.0, "shares": {"text": 1.0}, "prompts": 1, "lengths": (700,)}
+
+
+def run(output="out", model="base", **options):
+    given = {**SMALL, "device": "cpu", "learning_rate": 1e-3, **options}
+    return extend(model, to=1600, data="books.jsonl", output=output, tell=lambda _: None, **given)
+
+
+@pytest.fixture
+def quick(folder, monkeypatch):
+    monkeypatch.setattr(measuring, "measure", lambda *_: {})
+    monkeypatch.setattr(measuring_parts, "measure_parts", lambda *_: None)
+    monkeypatch.setattr(rows, "make", lambda *_: {"contents": [], "rows": 4})
+
+
+class Launched(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"accelerate_config": "fsdp2", "devices": 2}, "fsdp2 --num-processes 2 --gradient-accumulation-steps 1"),
+        ({"devices": 2, "rows_per_step": 4}, "ddp --num-processes 2 --gradient-accumulation-steps 2"),
+        (
+            {"accelerate_config": "fsdp2-cp", "devices": 2, "objective": "clm"},
+            "fsdp2-cp --num-processes 2 --gradient-accumulation-steps 2",
+        ),
+    ],
+)
+def test_training_on_several_gpus_is_launched(options, expected, quick, monkeypatch):
+    launched = []
+
+    def launch(self, arguments):
+        launched.append(f"{self.config} --num-processes {self.n_processes} {' '.join(arguments[2:])}")
+        assert arguments[:2] == ["train", "out/recipe.yaml"]
+        raise Launched
+
+    monkeypatch.setattr(Launch, "run", launch)
+    with pytest.raises(Launched):
+        run(**options)
+    assert launched == [expected]
+    with pytest.raises(Launched):
+        run(**{name: value for name, value in options.items() if name not in ("accelerate_config", "devices")})
+    assert launched == [expected] * 2, "as it was begun"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accelerate_config": "ddp"}, "--accelerate-config is for several GPUs, and one would train: give --devices"),
+        ({"accelerate_config": "ddp", "devices": 1}, "--accelerate-config is for several GPUs: leave it out"),
+        ({"accelerate_config": "zero3", "devices": 2}, "Unknown --accelerate-config 'zero3' of extend. Did you mean"),
+        ({"devices": 3}, "--rows-per-step must be a multiple of the 3 GPUs under ddp, got 2"),
+        (
+            {"accelerate_config": "fsdp2-cp", "devices": 2, "model": "sliding", "view": "standard"},
+            "--accelerate-config fsdp2-cp: ",
+        ),
+    ],
+)
+def test_what_gpus_cannot_do_is_told_before_anything_is_done(options, message, folder):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(**options)
+    assert not (folder / "out").exists()
+
+
+def test_a_checkpoint_of_another_engine_is_refused(quick, folder, monkeypatch):
+    monkeypatch.setattr(Launch, "run", lambda *_: pytest.fail("launched"))
+    with monkeypatch.context() as patch, pytest.raises(Launched):
+        patch.setattr(Launch, "run", lambda *_: (_ for _ in ()).throw(Launched))
+        run(accelerate_config="fsdp2", devices=2)
+    (folder / "out/training/checkpoint-1").mkdir(parents=True)
+    (folder / "out/training/checkpoint-1/trainer_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="checkpoint-1 is of fsdp2, and one GPU cannot go on from it: give the same"):
+        run(devices=1)
+
+
+STOPS_IN_THE_THIRD_STEP = """
+from transformers import Trainer
+
+step = Trainer.training_step
+
+def training_step(self, *args, **kwargs):
+    if self.state.global_step == 2:
+        raise RuntimeError("stopped")
+    return step(self, *args, **kwargs)
+
+Trainer.training_step = training_step
+"""
+
+
 @pytest.mark.slow
-def test_where_one_gpu_is_too_small_extend_writes_the_recipe_and_goes_on_with_its_result(folder, monkeypatch):
-    """As if torch saw two GPUs; the trainer of the test is the one that `rope-patch train` runs."""
-    engine = EngineNeed("fsdp2", 2, 1, 1)
-    monkeypatch.setattr(extending, "engine_of", lambda facts, options, choices, machine: engine)
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_two_processes_train_what_one_does_and_one_goes_on_from_their_checkpoint(folder, weights, monkeypatch, capfd):
+    """On a CPU, by gloo."""
     monkeypatch.setattr(measuring, "report", lambda results, folder, *_: folder / "report.html")
-    given = {"rows": 2, "short": 0.0, "shares": {"text": 1.0}, "prompts": 1, "lengths": (700,), "device": "cpu"}
-    said = []
-    arguments = {"to": 1600, "data": "books.jsonl", "output": "out", "tell": said.append, **given}
-    with pytest.raises(ValueError, match="rope-patch train out/recipe.yaml --accelerate-config fsdp2 --num-processes"):
-        extend("base", **arguments)
-    train_recipe("out/recipe.yaml")
-    monkeypatch.undo()
-    monkeypatch.chdir(folder)
-    done = extend("base", **arguments)
-    assert done.model.is_dir() and "Measuring it again, as it is served." in "".join(said)
-    assert AutoConfig.from_pretrained(done.model).max_position_embeddings == 1600
+    paths = [str(folder / "stop"), *(str(ROOT / part) for part in ("", "kernels")), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    before, expected = weights(folder / "base"), weights(run("one", rows=6).model)
+    moved = max((expected[name] - before[name]).abs().max() for name in before)
+    made = {"two": weights(run("two", rows=6, devices=2).model)}
+    (folder / "stop").mkdir()
+    (folder / "stop/sitecustomize.py").write_text(STOPS_IN_THE_THIRD_STEP)
+    with pytest.raises(ChildProcessError, match="training has ended with status 1, for the reason above"):
+        run("both", rows=6, devices=2)
+    assert "RuntimeError: stopped" in capfd.readouterr().err and (folder / "both/training/checkpoint-2").is_dir()
+    made["both"] = weights(run("both", rows=6, devices=1).model)
+    for of in made.values():
+        assert max((of[name] - expected[name]).abs().max() for name in before) < moved / 100, "but for rounding"

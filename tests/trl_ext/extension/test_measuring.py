@@ -1,9 +1,12 @@
 """What is printed of figures before and after."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 from support.grids import WINDOW, grid, losses
 
-from trl_ext.extension.measuring import AFTER, BEFORE, answers, table
+from trl_ext.extension.measuring import AFTER, BEFORE, answers, log_verdict, table
 
 
 def results(before, after, reply_before="I", reply_after="7"):
@@ -35,3 +38,24 @@ def test_the_question_that_is_shown_is_one_that_tells_the_models_apart():
 @pytest.mark.parametrize("found", [{}, {"cliff": {BEFORE: losses(2.0), AFTER: losses(2.0)}}])
 def test_without_questions_there_is_none(found):
     assert answers(found) == []
+
+
+def test_the_verdict_is_a_table_of_wandb(tmp_path, monkeypatch):
+    logged = []
+    run = SimpleNamespace(log=logged.append)
+    wandb = SimpleNamespace(run=run, Table=lambda columns, data: (columns, data))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log_verdict(["Won: one.", "Lost: two."], ["wandb"], tmp_path)
+    wandb.run, wandb.init = None, lambda **settings: run
+    log_verdict(["Won: one."], ["wandb"], tmp_path)
+    one, two = ["Won: one."], ["Lost: two."]
+    assert logged == [{"verdict": (["verdict"], [one, two])}, {"verdict": (["verdict"], [one])}]
+
+
+def test_the_verdict_is_a_text_of_tensorboard(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log_verdict(["Won: one.", "Lost: two."], ["tensorboard"], tmp_path)
+    found = events.EventAccumulator(str(tmp_path / "runs/verdict"))
+    found.Reload()
+    (entry,) = found.Tensors("verdict/text_summary")
+    assert entry.tensor_proto.string_val == [b"Won: one.\n\nLost: two."]

@@ -1,14 +1,16 @@
-"""What is trained on is not measured on."""
+"""What is trained on is not measured on, and where documents come from."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 from support.characters import character_tokenizer
 
 from trl_ext.extension import texts
 from trl_ext.extension.options import ExtendOptions
 
-FACTS = SimpleNamespace(tokenizer=character_tokenizer())
+FACTS = SimpleNamespace(tokenizer=character_tokenizer(), is_chat=False)
 
 
 def read(tmp_path, documents, to=500, n_rows=1, **more):
@@ -98,3 +100,42 @@ def test_what_is_measured_on_must_not_be_trained_on(tmp_path):
     (tmp_path / "held.txt").write_text("word " * 300)
     with pytest.raises(ValueError, match="--held-out must have other documents than --data: 1 are in both.*'word word"):
         read(tmp_path, ["other " * 300, "word " * 300], held_out=(str(tmp_path / "held.txt"),))
+
+
+CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+
+
+@pytest.fixture
+def chats():
+    """Facts of a model whose chat template begins with the token that begins every text."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.bos_token = "<s>"
+    return SimpleNamespace(tokenizer=tokenizer, is_chat=True)
+
+
+def test_folders_files_and_chats_are_read(tmp_path, chats):
+    (tmp_path / "books/old").mkdir(parents=True)
+    (tmp_path / "books/old/a.txt").write_text("one")
+    (tmp_path / "books/b.jsonl").write_text(f"{json.dumps({'text': 'two'})}\n{json.dumps({'messages': CHAT})}\n")
+    (tmp_path / "books/.hidden").write_text("three")
+    (tmp_path / "c.md").write_text("four")
+    found = texts.documents(chats, [str(tmp_path / "books"), str(tmp_path / "c.md")])
+    assert found == ["two", "user: Who?\nassistant: Me.\n", "one", "four"], "a text begins with <s> as others do"
+    with pytest.raises(ValueError, match="line 2 of .*b.jsonl has no field `text`; it has messages"):
+        texts.documents(FACTS, [str(tmp_path / "books")])
+    before = texts.contents([str(tmp_path / "books")])
+    (tmp_path / "books/old/a.txt").write_text("five")
+    assert texts.contents([str(tmp_path / "books")]) != before
+
+
+def test_a_data_set_on_the_hub_is_read(tmp_path, chats, monkeypatch):
+    rows = {"one/books": [{"text": "two"}, {"text": "three"}], "one/chats": [{"messages": CHAT}]}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(texts, "load_dataset", lambda name, split: Dataset.from_list(rows[name]))
+    assert texts.documents(chats, list(rows)) == ["two", "three", "user: Who?\nassistant: Me.\n"]
+    first, second = texts.contents(["one/books"]), texts.contents(["one/chats"])
+    assert first == texts.contents(["one/books"]) != second
+    for path in ("books/all.jsonl", "books/all.txt", "books.jsonl", "/one/books", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match="there is no text file"):
+            texts.documents(chats, [path])

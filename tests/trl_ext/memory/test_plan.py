@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.tiny import gemma3, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl import get_quantization_config
 
 from trl_ext import RopeSFTConfig
 from trl_ext.engines.sharding import Sharding
@@ -238,6 +239,23 @@ def test_steps_of_extend_that_an_h200_measured(line, big_host):
     if train == "qkv":
         train_qkv_only(model)
     assert plan_memory(model, stage.training, length, torch.device("cuda"), "auto").memory == memory
+
+
+def test_a_model_in_4_bits_needs_what_extend_counts_before_it_is_quantised(tmp_path, big_host):
+    pytest.importorskip("bitsandbytes")
+    model = tiny(
+        hidden_size=256, intermediate_size=1024, head_dim=64, num_key_value_heads=2, max_position_embeddings=512
+    )
+    model.bfloat16().save_pretrained(tmp_path)
+    choices = extension_memory.choices_of(512, "qlora", True, "native-distill", 512, "bf16")
+    options = ExtendOptions(model="tiny", to=1, data=("none",), output="", rows_per_step=2, device="cuda")
+    facts = ModelFacts("tiny", model.config, None, 512, torch.bfloat16)
+    (stage,) = read_stages(recipe(facts, options, choices, 8), use_cpu=True)
+    how = get_quantization_config(stage.model)
+    quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.bfloat16)
+    adapted = get_peft_model(quantised, adapter_config(stage.model))
+    plan = plan_memory(adapted, stage.training, 512, torch.device("cuda"), "auto")
+    assert plan.memory == peak_memory(facts.size, choices.step("cuda"))
 
 
 SEVERAL = [json.loads(line) for line in (RESULTS / "several-gpus-h200.jsonl").read_text().splitlines()]

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.shapes import size
 from support.tiny import gemma3, tiny
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_ext.memory.size import ModelSize
 
@@ -35,4 +36,17 @@ def test_quantised_weights_count_in_bytes_and_not_as_numbers(dtype):
         parameters=plain.parameters - numbers,
         in_layers=plain.in_layers - numbers,
         codes=plain.codes + numbers // 2,
+        linears=plain.linears - numbers,
+        decoded=numbers,
     )
+
+
+def test_a_model_in_4_bits_is_counted_before_it_is_quantised(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny(hidden_size=256, intermediate_size=1024, head_dim=64, num_key_value_heads=2).save_pretrained(tmp_path)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    found = ModelSize.of(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how))
+    plain = ModelSize.of(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert found == replace(plain.in_4_bits, qkv=0)
+    assert found.codes - plain.codes == pytest.approx(plain.linears * 4.127 / 8, rel=1e-3), "QLoRA, section 3"
+    assert found.decoded == 256 * 1024

@@ -44,6 +44,19 @@ def test_a_shared_row_counts_its_part_of_tokens(tmp_path):
     assert bytes_of(engine_needs(model, args, 1, torch.device("cpu"))) == {"ddp": whole.memory.total}
 
 
+def test_layers_in_4_bits_stay_whole_on_each_gpu(tmp_path):
+    model, args = tiny(), settings(tmp_path)
+    model.requires_grad_(False)
+    before, after = (bytes_of(engine_needs(model, args, 4, torch.device("cpu"), in_4_bits=b)) for b in (False, True))
+    linears = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+    weights = sum(m.weight.numel() for m in linears)
+    codes, decoded = weights // 2 + weights // 64 + weights // 4096, 4 * max(m.weight.numel() for m in linears)
+    assert before["ddp"] - after["ddp"] == 4 * weights - codes - decoded
+    quarter, of_two_layers = weights, 4 * weights * 2 // 3  # numbers are in parts, but for layers that are gathered
+    saved = quarter + of_two_layers - codes - decoded
+    assert before["fsdp2"] - after["fsdp2"] == pytest.approx(saved, abs=16)
+
+
 def test_what_fits_with_the_fewest_gpus_is_advised():
     needs = [EngineNeed("ddp", 1, 100, 90), EngineNeed("ddp", 2, 100, 90), EngineNeed("fsdp2", 2, 60, 50)]
     assert choose_engine(needs, 110).n_gpus == 1
@@ -67,7 +80,7 @@ def test_a_plan_follows_the_recipe_and_the_host(tmp_path, monkeypatch):
     real = engine_advice_module.plan_memory
     monkeypatch.setattr(engine_advice_module, "host_memory", lambda: 800)
     monkeypatch.setattr(
-        engine_advice_module, "plan_memory", lambda *rest: hosts.append((rest[-1], rest[-2].row)) or real(*rest)
+        engine_advice_module, "plan_memory", lambda *given: hosts.append((given[6], given[5].row)) or real(*given)
     )
     engine_needs(tiny(), settings(tmp_path), 8, torch.device("cpu"), gpus_per_row=4)
     assert hosts == [(100, 1)] * 3 + [(100, 4)]
