@@ -15,6 +15,7 @@ from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.machine import GIB, Machine
 from trl_ext.extension.measuring import eval_plan
 from trl_ext.extension.options import ExtendOptions
+from trl_ext.extension.plan import own_tokens
 from trl_ext.memory.step import peak_memory
 from trl_ext.rows.row import ASKING
 
@@ -251,6 +252,15 @@ def test_numbers_of_rows_of_a_kind_that_is_not_made_are_said_to_be_of_no_use():
     assert "--own-tokens has no effect: the model writes none of the rows." in said
     for used in (given, {**given, "shares": {"own_texts": 1.0, "questions": 1.0}}):
         assert "no effect" not in choose(COMMON, options(**used), CPU).rows.reason
+
+
+def test_tokens_that_the_model_writes_are_shared_by_kinds():
+    """`make` writes as many of each kind as the plan counts: together no more than --own-tokens."""
+    both = {"text": 1.0, "chats": 1.0, "own_texts": 1.0}
+    assert own_tokens(choose(COMMON, options(shares=both, own_tokens=500), CPU)) == {"chats": 250, "own_texts": 250}
+    one = options(shares={"own_texts": 1.0}, own_tokens=10**9, rows=3, row_length=1024)
+    assert own_tokens(choose(COMMON, one, CPU)) == {"own_texts": 3 * 1024}
+    assert own_tokens(choose(COMMON, options(shares={"text": 1.0}), CPU)) == {}
 
 
 def test_a_kind_without_rows_is_as_one_that_is_not_named():
