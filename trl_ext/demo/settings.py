@@ -9,7 +9,7 @@ FOLDER = Path("rope-patch-demo")
 NAME = "SmolLM2-135M-Instruct"
 """Name of the model and of its folder."""
 
-TO = {"cuda": 65536, "cpu": 11264}
+TO = {"cuda": 65536, "cpu": 12288}
 """Target context window by device; that of the model is 8192."""
 
 ROWS_PER_STEP = {"cuda": 8, "cpu": 1}
@@ -21,7 +21,7 @@ _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 MINUTES = 8
 """How long the demo takes on two free cores with its own settings (research/results/demo.md)."""
 
-# Two cores read 11264 tokens in three quarters of a minute, once for each of three models. They write eight chats in a
+# Two cores read 12288 tokens in three quarters of a minute, once for each of three models. They write eight chats in a
 # minute, of which one or two end, so there are no rows of chats. After 16 rows of 512 tokens it finds few far answers.
 _CPU: dict[str, Any] = {
     "rows": 12,
@@ -30,7 +30,7 @@ _CPU: dict[str, Any] = {
     "shares": {"text": 1.0, "questions": 5.0},
     "prompts": 10,  # about one text: six that differ, all one way, are beyond chance
 }
-_SHORT_PROMPTS = {"cuda": (4096, 16384), "cpu": (2048,)}
+_SHORT_PROMPTS = {"cuda": (4096, 16384), "cpu": (1024,)}
 
 
 def settings(device: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -138,8 +138,9 @@ class RetrievalGrid(Result):
         if few_texts and len(cells) > 1:  # so few questions a length show large changes only
             before = [score for cell in cells for score in cell.first]
             after = [score for cell in cells for score in cell.second]
-            together = f"{what} at all {len(cells)} lengths together: {{}} are found"
-            name = f"{self.kind} at all {len(cells)} lengths"
+            sizes = [f"{n:,}" for n in lengths]
+            together = f"{what} in {', '.join(sizes[:-1])} and {sizes[-1]} tokens together: {{}} are found"
+            name = f"{self.kind} in {', '.join(sizes)} tokens"
             cells.append(Pairs(before, after, "prompts", max(lengths), name=name, sentence=together, note=_FEW_TEXTS))
         return cells
 
