@@ -364,7 +364,7 @@ def test_few_questions_about_one_text_are_judged_at_all_lengths_together_too():
     after = replace(grid({512: [1.0] * 9 + [0.0], 1024: [1.0] * 5 + [0.0] * 5}), kind="several")
     compared = regressions({"several": {"native": native, "after": after}})
     assert [(cell.name, cell.n, cell.first, cell.mean) for cell in compared.above] == [
-        ("several at all 2 lengths", 20, 0.25, 0.7)
+        ("several in 512, 1,024 tokens", 20, 0.25, 0.7)
     ]
     assert compared.above[0].p == pytest.approx(2 / 2**9)
     assert len(compared.cells) == 3

@@ -13,5 +13,5 @@ def test_every_setting_is_an_option_of_extend():
 
 def test_what_is_given_wins_and_the_longest_prompt_is_of_the_target():
     made = settings("cpu", {"rows": 3, "to": 9000})
-    assert made["rows"] == 3 and made["lengths"] == (2048, 9000)
+    assert made["rows"] == 3 and made["lengths"] == (1024, 9000)
     assert settings("cpu", {"to": 9000, "lengths": (100,)})["lengths"] == (100,)

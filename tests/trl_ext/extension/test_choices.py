@@ -161,7 +161,7 @@ def test_a_machine_scales_what_is_measured():
 
 
 def test_a_cpu_reads_short_rows_for_losses_and_says_so():
-    for machine, to, row_length in ((CPU, 65536, 1024), (CPU, 1500, 1024), (gpu(140), 65536, 65536)):
+    for machine, to, row_length in ((CPU, 65536, 512), (CPU, 1500, 512), (gpu(140), 65536, 65536)):
         found = choose(facts(window=1024), options(to=to), machine)
         plan = eval_plan(COMMON, found, 0)
         assert (plan.length, plan.n_rows) == (row_length, 4)

@@ -89,7 +89,7 @@ def test_the_scaling_alone_is_measured_beside_both(whole):
     books = [json.loads(line)["text"] for line in (whole.folder / "books.jsonl").read_text().splitlines()]
     parts = [part for book in (books[0], books[10]) for part in (book[: len(book) // 2], book[len(book) // 2 :])]
     tokenizer = AutoTokenizer.from_pretrained(whole.folder / "base")
-    ids = torch.tensor([tokenizer(part)["input_ids"][:1024] for part in parts])  # a CPU reads so many
+    ids = torch.tensor([tokenizer(part)["input_ids"][:512] for part in parts])  # a CPU reads so many
     for label, factor in (("before", None), ("untrained", 4.0)):
         model = AutoModelForCausalLM.from_pretrained(whole.folder / "base", dtype=torch.float32)
         if factor:
@@ -271,7 +271,7 @@ def test_the_folder_of_another_run_is_refused(folder, finished):
         ({"data": "other.jsonl"}, "line 1 of other.jsonl has no field `text`; it has body"),
         ({"data": "short.jsonl"}, "--data has too little text for one training row of 800 tokens"),
         ({"data": "broken.jsonl"}, "line 2 of broken.jsonl is no JSON object"),
-        ({"held_out": "short.jsonl"}, "--held-out is too short for 4 rows of 1,024 tokens"),
+        ({"held_out": "short.jsonl"}, "--held-out is too short for 4 rows of 512 tokens"),
         ({"output": "base"}, "--output base holds other files than those of an extension"),
         ({"targets": ["vlm"]}, "--target 'vlm'"),
         ({"targets": ["llama.cpp"], "converter": "none.py"}, "there is no convert_hf_to_gguf.py at none.py"),
