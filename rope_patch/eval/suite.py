@@ -72,6 +72,7 @@ class EvalPlan:
         limit: maximum number of samples of each short-text benchmark and of each of lm-eval's tasks; default: all.
         lm_eval: lm-eval's tasks, by its names.
         lm_eval_data: folder with the data of lm-eval's tasks as TASK.jsonl(.xz); default: the hub.
+        lm_eval_include: folder with the YAML files of lm-eval's tasks of your own.
         confirm_run_unsafe_code: let lm-eval's tasks that do so, such as humaneval, mbpp and longproc, run the model's
             code.
         batch_size: maximum number of prompts answered at once; four times as many short requests share a forward pass.
@@ -103,6 +104,7 @@ class EvalPlan:
     limit: int | None = None
     lm_eval: tuple[str, ...] = ()
     lm_eval_data: str | None = None
+    lm_eval_include: str | None = None
     confirm_run_unsafe_code: bool = False
     batch_size: int | None = None
     seed: int = 0

@@ -165,12 +165,29 @@ def data_file(folder: str | Path, stem: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-@cache
+_INCLUDED: list[str] = []  # folders besides lm-eval's own
+
+
+def include_tasks(folder: str | Path) -> None:
+    """Look for lm-eval's tasks in `folder` too, from now on in this process."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"there is no folder {folder} with tasks of lm-eval.")
+    if str(folder) not in _INCLUDED:
+        _INCLUDED.append(str(folder))
+
+
 def _task_manager(folder: str = "") -> Any:
-    """lm-eval's index of the tasks in a folder of its own."""
+    """lm-eval's index of the tasks in a folder of its own, or of all and of the folders that were included."""
+    return _task_manager_of(folder, () if folder else tuple(_INCLUDED))
+
+
+@cache
+def _task_manager_of(folder: str, included: tuple[str, ...]) -> Any:
     from lm_eval import tasks
 
-    return tasks.TaskManager(include_path=Path(tasks.__file__).parent / folder, include_defaults=False)
+    return tasks.TaskManager(
+        include_path=[str(Path(tasks.__file__).parent / folder), *included], include_defaults=False
+    )
 
 
 def task_index() -> Mapping[str, Any]:

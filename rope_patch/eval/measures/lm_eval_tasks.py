@@ -22,7 +22,7 @@ from ..results.figures import Figure, score_figure
 from ..results.progress import token_bar
 from ..results.result import Result
 from .base import Job, Measure
-from .harness import data_file, evaluate, local_task, quiet, require_lm_eval, sample_scores, task_index
+from .harness import data_file, evaluate, include_tasks, local_task, quiet, require_lm_eval, sample_scores, task_index
 
 if TYPE_CHECKING:
     from ..suite import EvalPlan
@@ -123,6 +123,7 @@ def lm_eval_tasks(
     progress: bool = True,
     remember: Remember = afresh,
     confirm_run_unsafe_code: bool = False,
+    include: str | Path | None = None,
 ) -> LmEval:
     """Score lm-eval's tasks with its prompts, metrics and default number of few-shot examples.
 
@@ -133,7 +134,7 @@ def lm_eval_tasks(
         model: a causal LM.
         tokenizer: tokenizer of the model.
         tasks: names of tasks, groups or tags of the installed lm-eval: `mmlu`, `gsm8k`, `ifeval`, `longbench2`,
-            `infinitebench`, `babilong`, `graphwalks` and so on.
+            `infinitebench`, `babilong`, `graphwalks` and so on, and of `include`.
         length: tokens that a prompt and its answer may have together.
         data: folder with the data, rows with the fields of the hub's dataset. TASK.jsonl(.xz) has the documents of a
             task, and TASK.fewshot.jsonl(.xz) the examples if it takes them from the hub; without that file it has none.
@@ -145,6 +146,7 @@ def lm_eval_tasks(
         progress: whether to show a bar over the tokens of each task.
         remember: stores each task as soon as it is done.
         confirm_run_unsafe_code: whether tasks such as `humaneval` and `mbpp` may run the code that the model writes.
+        include: folder with the YAML files of tasks of your own, as `lm-eval --include_path` takes it.
 
     Raises:
         ImportError: lm-eval, or a package that one of the tasks needs, is not installed.
@@ -153,6 +155,8 @@ def lm_eval_tasks(
         FileNotFoundError: the folder lacks the file of a task.
     """
     chat = uses_chat_template(tokenizer, chat_template)
+    if include is not None:
+        include_tasks(include)
     result = LmEval({}, {}, {}, {}, {}, [])
     check_code(tasks, confirm_run_unsafe_code)
     for name, sources in chosen_files(tasks, data).items():
@@ -476,10 +480,13 @@ def _measured(job: Job) -> LmEval:
         chat_template=plan.chat_template,
         remember=job.remember,
         confirm_run_unsafe_code=plan.confirm_run_unsafe_code,
+        include=plan.lm_eval_include,
     )
 
 
 def _check(plan: "EvalPlan", *_: object) -> None:
+    if plan.lm_eval_include is not None:
+        include_tasks(plan.lm_eval_include)
     check_code(plan.lm_eval, plan.confirm_run_unsafe_code)
     check_tasks(plan.lm_eval, plan.lm_eval_data, plan.length)
 
@@ -499,6 +506,6 @@ LM_EVAL = Measure(
     asks=True,
     settings=("limit", "length", "chat_template"),
     parts=("lm_eval",),
-    files=("lm_eval_data",),
+    files=("lm_eval_data", "lm_eval_include"),
     check=_check,
 )

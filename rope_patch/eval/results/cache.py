@@ -76,15 +76,17 @@ def data_hash(*data: Any) -> str:
 
 
 def files_hash(path: str | Path) -> str:
-    """SHA-256 over the names and contents of a file, or of the files in a folder; FileNotFoundError without it."""
+    """SHA-256 over the names and contents of a file, or of the files below a folder; FileNotFoundError without it."""
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(f"there is no file or folder {root}.")
-    files = sorted(p for p in root.iterdir() if p.is_file()) if root.is_dir() else [root]
+    # Python writes .pyc files beside the tasks of lm-eval
+    files = sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc") if root.is_dir() else [root]
     digest = hashlib.sha256()
     for file in files:
+        name = file.relative_to(root) if root.is_dir() else file.name
         with file.open("rb") as content:
-            digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}".encode())
+            digest.update(f"{name} {hashlib.file_digest(content, 'sha256').hexdigest()}".encode())
     return digest.hexdigest()
 
 

@@ -22,6 +22,7 @@ from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
 from rope_patch.eval import EvalPlan, Ruler, lm_eval_tasks, ruler, run_suite, short_text
+from rope_patch.eval.measures import harness
 from rope_patch.eval.measures.harness import evaluate, quiet, task_index
 from rope_patch.eval.measures.lm_eval_tasks import SUGGESTED, check_tasks, leaf_tasks
 from rope_patch.eval.measures.ruler_prompts import TASKS, chosen_tasks, ruler_prompts
@@ -492,6 +493,35 @@ def test_tasks_by_name_give_lm_evals_own_numbers(model, tmp_path):
     assert ours.parts["mmlu"] == pytest.approx(expected) and len(ours.scores["mmlu"]) == 10
     assert ours.accuracy["mmlu"] == pytest.approx(sum(expected.values()) / 2) and ours.left_out == {"mmlu": 0}
     assert type(ours).from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
+
+
+OWN_TASK = """
+task: parity
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "Is {{{{k}}}} even?"
+doc_to_choice: ["yes", "no, no"]
+doc_to_target: answer
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def test_tasks_of_ones_own_folder_give_lm_evals_own_numbers(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "_INCLUDED", [])
+    (tmp_path / "tasks").mkdir()
+    write_lines(tmp_path / "parity.jsonl", [{"k": k, "answer": k % 2} for k in range(9)])
+    (tmp_path / "tasks/parity.yaml").write_text(OWN_TASK.format(rows=tmp_path / "parity.jsonl"))
+    with pytest.raises(ValueError, match="lm-eval has no task 'parity'"):
+        lm_eval_tasks(model, TOKENIZER, ["parity"], length=200)
+    ours = lm_eval_tasks(model, TOKENIZER, ["parity"], length=200, include=tmp_path / "tasks")
+    with quiet():
+        lm = HFLM(pretrained=model, tokenizer=TOKENIZER, max_length=200)
+        index = lm_eval.tasks.TaskManager(include_path=str(tmp_path / "tasks"))
+        theirs = lm_eval.simple_evaluate(lm, tasks=["parity"], task_manager=index, bootstrap_iters=0)
+    assert ours.accuracy["parity"] == pytest.approx(theirs["results"]["parity"]["acc,none"])
+    assert len(ours.scores["parity"]) == 9
 
 
 def summed(prompt):
