@@ -1,5 +1,6 @@
 """What several processes measure is what one measures, and each has about as much to do."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -41,10 +42,7 @@ def test_parts_are_all_of_a_plan(plan):
 
 def test_no_process_has_more_to_do_than_another_by_more_than_a_part(plan):
     parts, costs = parts_of(plan), []
-
-    def cost(part):
-        return operations_of(size("llama-3-8b"), part)
-
+    cost = functools.partial(operations_of, size("llama-3-8b"))
     for n in (1, 2, 3, 8):
         shares = shares_of(parts, n, cost)
         assert sorted(map(id, sum(shares, []))) == sorted(map(id, parts))
