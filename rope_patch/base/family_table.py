@@ -19,6 +19,7 @@ class Family:
         frequencies_from_config: class that computes its frequencies from the config in every forward.
         rope_parameters_from_config: class that reads RoPE parameters from the config in every forward.
         query_scale: what scales queries by their position beside RoPE, of which a view cannot be told.
+        hands_no_embeddings: whether layers without RoPE get no cosines and sines.
         norms_by_head: whether queries are normed as [batch, n_heads, n, head_dim], not [batch, n, n_heads, head_dim].
         not_relative: what makes scores depend on more than differences of RoPE indices.
         drops_keywords: classes whose forward takes keyword arguments and does not pass them on.
@@ -31,6 +32,7 @@ class Family:
     frequencies_from_config: str | None = None
     rope_parameters_from_config: str | None = None
     query_scale: str | None = None
+    hands_no_embeddings: bool = False
     norms_by_head: bool = False
     not_relative: str | None = None
     drops_keywords: tuple[str, ...] = ()
@@ -68,6 +70,7 @@ _AROUND_FALCON = ("FalconForCausalLM", "FalconForSequenceClassification", "Falco
 FAMILIES = {
     "afmoe": Family(has_rope=_is_sliding),
     "apertus": Family(norms_by_head=True),
+    "apertus1p5_text": Family(norms_by_head=True),
     "codegen": Family(no_rotary_module=_TABLE_OF_SINES),
     "cohere2": Family(has_rope=_has_window),
     "cohere2_moe": Family(has_rope=_has_window_or_is_dense),
@@ -84,7 +87,7 @@ FAMILIES = {
     "hunyuan_v1_moe": Family(not_relative=_WEIGHTS_AFTER_ROPE, norms_by_head=True),
     "hy_v3": Family(norms_by_head=True),
     "kolibri1": Family(has_rope=_is_sliding_or_none_is, norms_by_head=True),
-    "lara_mini": Family(has_rope=_is_sliding),
+    "lara_mini": Family(has_rope=_is_sliding, hands_no_embeddings=True),
     "ministral3": Family(rope_parameters_from_config="Ministral3Attention"),
     "mistral4": Family(rope_parameters_from_config="Mistral4Attention"),
     "mistral_large4_text": Family(query_scale="a learned scale"),

@@ -34,7 +34,8 @@ def records_query_scale(rope_parameters: dict[str, Any]) -> bool:
 def why_no_query_scale(decoder: Any) -> str | None:
     """Why queries cannot be scaled by their position; None if they can."""
     kind = type(decoder).__name__
-    if layers_call_rotary(decoder) or not hands_embeddings(decoder):
+    handed = hands_embeddings(decoder) and not family_of(decoder.config).hands_no_embeddings
+    if layers_call_rotary(decoder) or not handed:
         return f"a scale of queries goes with cosines and sines to each layer, which {kind} does not hand to them."
     places = query_places(decoder)
     if places == {}:
