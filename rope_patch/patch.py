@@ -125,7 +125,7 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
             remedy = (
                 f"pass max_position_embeddings to {chosen.name!r} to write another"
                 if hasattr(chosen, "max_position_embeddings")
-                else f"{chosen.name!r} cannot write another"
+                else f"{chosen.name!r} writes no other, as its target_window says none"
             )
             logger.warning(
                 f"The config still has max_position_embeddings={parameters.max_position_embeddings}, where programs "
@@ -197,7 +197,11 @@ def view_source(model: nn.Module) -> ViewSource | None:
 
 @contextmanager
 def rope_view(
-    model: nn.Module, view: str | View | None = None, *, index: torch.Tensor | None = None, seed: int = 0
+    model: nn.Module,
+    view: str | View | dict[str, Any] | None = None,
+    *,
+    index: torch.Tensor | None = None,
+    seed: int = 0,
 ) -> Iterator[View | None]:
     """Run the forwards inside the block under a view, or with explicit RoPE indices, in training and in evaluation.
 
@@ -208,7 +212,7 @@ def rope_view(
 
     Args:
         model: a model with RoPE, patched or not.
-        view: a view or its name.
+        view: a view, its name, or both name and options as `{"view": "skip", "split": 512}`.
         index: instead of a view, RoPE indices [batch, seq_len], int or float, for the tokens of the forward; with a
             cache, for all tokens since the cache was empty.
         seed: of the view's draws.

@@ -28,7 +28,7 @@ def self_distillation_loss(
     model: nn.Module,
     batch: dict[str, Any],
     *,
-    view: str | View,
+    view: str | View | Mapping[str, Any],
     step: int,
     seed: int = 0,
     progress: float = 1.0,
@@ -53,7 +53,7 @@ def self_distillation_loss(
         batch: arguments of the model: `input_ids` [batch, n], and `labels` (-100 for none; without them every token has
             one), `attention_mask` (1 for real tokens) and `position_ids` (which count from 0 in each packed document)
             of that shape if there are any.
-        view: a view or its name.
+        view: a view, its name, or both name and options as `{"view": "skip", "split": 512}`.
         step: of the optimizer.
         seed: of the draws.
         progress: of training, from 0 to 1, for a view with a curriculum.
@@ -87,7 +87,7 @@ def self_distillation_counts(
     model: nn.Module,
     batch: dict[str, Any],
     *,
-    view: str | View,
+    view: str | View | Mapping[str, Any],
     step: int,
     seed: int = 0,
     progress: float = 1.0,
@@ -105,7 +105,12 @@ def self_distillation_counts(
 
 @contextmanager
 def _self_distiller(
-    model: nn.Module, view: str | View, step: int, seed: int, progress: float, consistency: ViewConsistency | None
+    model: nn.Module,
+    view: str | View | Mapping[str, Any],
+    step: int,
+    seed: int,
+    progress: float,
+    consistency: ViewConsistency | None,
 ) -> Iterator[SelfDistiller]:
     source = _DrawnAt(view, step, seed, progress)
     with source_in_force(model, source):

@@ -4,6 +4,7 @@ One file a view; what several views share is in `base`, `laws`, `borders`, `seve
 """
 
 from ..base.draws import DrawKey
+from ..layout.documents import Documents
 from .base import VIEWS, TrainingText, View
 from .borders import border_tokens
 from .chunk_permute import ChunkPermute
@@ -34,6 +35,7 @@ __all__ = [
     "Cyclic",
     "Cycling",
     "Dilation",
+    "Documents",
     "Discrete",
     "DrawKey",
     "EndPrompt",

@@ -111,7 +111,7 @@ class View:
         return self.draw(documents.length, key)
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """RoPE index minus that of the document's first token, int64 or float64, for t (int64 or float64)."""
+        """RoPE index r(t), counted from where the document begins, int64 or float64, for t (int64 or float64)."""
         raise NotImplementedError
 
     def affected_from(self, t: torch.Tensor, documents: Documents, parameters: Parameters) -> torch.Tensor:

@@ -87,7 +87,7 @@ def as_part(entry: object, owner: str) -> View:
         )
     if entry.stands_alone:
         raise ValueError(
-            f"view {owner!r}: a view that differs by layer, rescales frequencies or mixes views cannot be part of "
-            f"another view, got {entry!r}."
+            f"view {owner!r}: a view that differs by layer, rescales frequencies, scales queries or mixes views "
+            f"cannot be part of another view, got {entry!r}."
         )
     return entry

@@ -171,7 +171,8 @@ def _default(value: ast.expr | None) -> str | None:
     if isinstance(value, ast.Call) and _called(value) == "field":  # dataclasses.field(default=...)
         given = {keyword.arg: keyword.value for keyword in value.keywords}
         if "default_factory" in given:
-            return f"{ast.unparse(given['default_factory'])}()"
+            factory = given["default_factory"]
+            return ast.unparse(factory.body) if isinstance(factory, ast.Lambda) else f"{ast.unparse(factory)}()"
         value = given.get("default")
     return None if value is None else ast.unparse(value)
 

@@ -170,7 +170,7 @@ class Objective:
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The model without wrappers, whose `get_output_embeddings()` makes logits of states."""
+        """The model without wrappers. `rope_patch.losses.head_kl` compares states by its head, as the family does."""
         causal_lm: PreTrainedModel = self.forward_loss.causal_lm
         return causal_lm
 

@@ -62,7 +62,7 @@ SENTENCES = LongRecipe(target=400, sentence_ends=[7])
         (lambda: EndPrompt(target=9, cue_tokens=1, placement="start"), "placement must be one of"),
         (lambda: Mix([Skip()]), "views must be a list of views, at least 2, got \\[Skip"),
         (lambda: Mix([Skip(), Mix([Skip(), Standard()])]), "'mix': .* cannot be part of another view, got Mix"),
-        (lambda: Mix([Skip(), VIEWS["random-base"]()]), "rescales frequencies .* cannot be part of another view"),
+        (lambda: Mix([Skip(), VIEWS["random-base"]()]), "rescales frequencies.* cannot be part of another view"),
         (lambda: Mix([Skip(), Standard(), Skip()]), "is given twice: give it once, with the sum"),
         (lambda: Mix([Skip(), Standard()], [0.5]), "shares must be a list of 2 numbers, one a view, or None, got"),
         (
