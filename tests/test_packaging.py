@@ -3,9 +3,9 @@
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from configparser import ConfigParser
@@ -57,8 +57,7 @@ def wheel(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unpacked_sdist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(build(ROOT, "sdist", folder / "dist")) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(build(ROOT, "sdist", folder / "dist"), folder)  # tarfile's filter is there from 3.11.4 on
     return folder / f"rope_patch-{__version__}"
 
 
