@@ -189,7 +189,7 @@ class RotaryEntry:
         self.name = name
         self.frozen_type: Any = None  # the module's rope_type, while `_freeze` replaces it
         self.by_layer: dict[int, OfLayer] = {}  # read by the exit of the same call
-        self.query_scale: torch.Tensor | None = None  # likewise, of the other layers
+        self.query_scale: torch.Tensor | None = None  # of the other layers, and read there too
         self.frequencies: dict[str, torch.Tensor] = {}  # the module's own, while a view replaces them
 
     def __call__(
@@ -292,10 +292,11 @@ class RotaryExit:
 
 def _require_scaled(decoder: nn.Module) -> None:
     """Raise RuntimeError if no layer of a forward has used the scale of its queries."""
-    used = [query.applied for query in query_hooks(decoder)]
-    for query in query_hooks(decoder):
+    queries = query_hooks(decoder)
+    is_used = any(query.applied for query in queries)
+    for query in queries:
         query.applied = False
-    if not any(used):
+    if not is_used:
         raise RuntimeError(
             "the scale of queries by position had no effect, because attention did not call the modules that gave "
             "queries when the model was patched. Load the model anew and patch it, without code that replaces the "

@@ -16,6 +16,7 @@ from rope_kernels.common.autocast import as_multiplied
 from ..base.validators import require_integer, require_number
 from ..families.attention_calls import AttentionCall, attention_name
 from ..families.capabilities import why_no_losses, why_no_relations
+from ..forward.hooks import is_checkpointing
 from ..rope.rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
 from .forward_loss import REQUEST, DecoderCall, LossRequest, require
@@ -68,6 +69,7 @@ class RelationRequest(LossRequest):
         targets: which relations count.
         student_factor: YaRN's attention factor in the student's q and k; 1 if there is none or it stays.
         offload: whether the teacher's tensors are kept on the CPU.
+        recomputes: whether layers run again in backward.
     """
 
     chosen: torch.Tensor  # bool [batch, n], the tokens that the logit KL counts
@@ -80,6 +82,7 @@ class RelationRequest(LossRequest):
         targets: RelationTargets,
         student_factor: float,
         offload: bool,
+        recomputes: bool,
     ) -> None:
         super().__init__(valid, document)
         # with one document a row and no padding, kernels need causality only and compare no borders
@@ -88,6 +91,7 @@ class RelationRequest(LossRequest):
         self.targets = targets
         self.student_factor = student_factor
         self.offload = offload
+        self.recomputes = recomputes
         self.with_gradient = False  # whether the student's forward was called with gradients on
         # (cos, sin) by whether the teacher runs, then by layer type, None if all layers have one pair
         self.rotations: dict[bool, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = {True: {}, False: {}}
@@ -151,7 +155,7 @@ class RelationRequest(LossRequest):
         rows: dict[str, torch.Tensor] = {}
 
         def found(names: str) -> list[torch.Tensor] | None:
-            return self.found.setdefault((layer, names), []) if torch.is_grad_enabled() else None
+            return self.found.setdefault((layer, names), []) if self.recomputes else None
 
         # relations of the same width and scale share one kernel launch: a few heads do not fill a GPU
         alike: dict[tuple[int, float], list[str]] = {}
@@ -265,7 +269,8 @@ class RelationDistiller(Distiller):
         self._in_flight: RelationRequest | None = None
 
     def _new_request(self, valid: torch.Tensor, document: torch.Tensor) -> RelationRequest:
-        return RelationRequest(valid, document, self.targets, self._student_factor, self.offload)
+        recomputes = is_checkpointing(self.decoder)
+        return RelationRequest(valid, document, self.targets, self._student_factor, self.offload, recomputes)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
