@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -198,7 +198,7 @@ def view_source(model: nn.Module) -> ViewSource | None:
 @contextmanager
 def rope_view(
     model: nn.Module,
-    view: str | View | dict[str, Any] | None = None,
+    view: str | View | Mapping[str, Any] | None = None,
     *,
     index: torch.Tensor | None = None,
     seed: int = 0,

@@ -183,8 +183,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
                 "whose RoPE differs by layer. Leave that option out."
             )
         rope_parameters = copy.deepcopy(native.rope_parameters)
-        types = far_looking_types(native.rope_parameters, native.rotary)
-        for layer_type in types:
+        for layer_type in far_looking_types(native.rope_parameters, native.rotary):
             read = {key: value for key, value in rope_parameters[layer_type].items() if key != "truncate"}
             start[f"{layer_type}_inv_freq"] = _native_rope(read, rescaling, native.rotary, window, f"{layer_type}_")
             rope_parameters[layer_type] = _merged(rescaling, start[f"{layer_type}_inv_freq"])
