@@ -9,6 +9,8 @@ comes first, serves as top for all of its tiles: no sum can underflow, and a row
 above those near the diagonal) comes out as nan, which `triton_forward` then computes anew.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -20,9 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..common.launches import Launch
 from . import triton_forward
 from .hopper_tiles import ROWS, async_load, describe, width
-from .triton_tiles import LOG2E
+from .triton_tiles import LOG2E, Kind, kind_of
+
+_BLOCK_N = 128  # keys of a tile
 
 
 @gluon.jit
@@ -212,27 +217,35 @@ def shared_tiles(own_s_desc, other_s_desc, own_t_desc, other_t_desc, STAGES: gl.
 
 def row_kl_forward(*inputs: *triton_forward.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """`triton_forward.row_kl_forward` for what `runs_on_hopper`."""
-    student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, _ = inputs
-    batch, n_heads, n, head_dim = student_q.shape
-    kl = torch.empty(batch, n_heads, n, dtype=torch.float32, device=student_q.device)
-    parts = torch.empty(4, *kl.shape, dtype=torch.float32, device=kl.device)
-    block_d, block_n = width(head_dim), 128
-    _row_kl_hopper_fwd_kernel[(triton.cdiv(n, 128), batch * n_heads)](
+    student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility = inputs
+    kl, parts = triton_forward.empty_results(student_q)
+    block_d = width(student_q.shape[-1])
+    kind = kind_of(student_q, visibility)
+    each_part = parts.unbind()
+    launch = _launch(kind, student_k.shape[1], student_scale, teacher_scale)
+    launch(
         describe(student_q, 64, block_d),
-        describe(student_k, block_n, block_d),
+        describe(student_k, _BLOCK_N, block_d),
         describe(teacher_q, 64, block_d),
-        describe(teacher_k, block_n, block_d),
+        describe(teacher_k, _BLOCK_N, block_d),
         kl,
-        *parts,
-        student_scale * LOG2E,
-        teacher_scale * LOG2E,
-        n,
-        n_heads,
-        GROUP=n_heads // student_k.shape[1],
-        BLOCK_N=block_n,
+        *each_part,
+    )
+    triton_forward.repair(inputs, kl, each_part)
+    return kl, parts
+
+
+@lru_cache(maxsize=1024)
+def _launch(kind: Kind, n_kv_heads: int, student_scale: float, teacher_scale: float) -> Launch:
+    batch, n_heads, n, head_dim = kind.shape
+    block_d = width(head_dim)
+    return Launch(
+        _row_kl_hopper_fwd_kernel,
+        (triton.cdiv(n, 2 * 64), batch * n_heads),
+        (student_scale * LOG2E, teacher_scale * LOG2E, n, n_heads),
+        GROUP=n_heads // n_kv_heads,
+        BLOCK_N=_BLOCK_N,
         BLOCK_D=block_d,
         STAGES=2 if block_d == 128 else 4,
         num_warps=4,
     )
-    triton_forward.repair(inputs, kl, parts)
-    return kl, parts

@@ -1,6 +1,6 @@
 """What the Hopper kernels share: the rows of a warpgroup, and TMA's descriptions of tiles, in Gluon."""
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32}
 # rows of a warpgroup, the fewest that its matrix product takes
 ROWS: gl.constexpr = gl.constexpr(64)
 # its name since Triton 3.8, and before
@@ -21,12 +21,22 @@ def width(head_dim: int) -> int:
 
 
 def describe(x: torch.Tensor, rows: int, block_d: int) -> Any:
-    """TMA's description of `rows` tokens of one head of [batch, n_heads, n, head_dim]."""
+    """TMA's description of `rows` tokens of one head of [batch, n_heads, n, head_dim], or of [n, head_dim].
+
+    The address and the steps of `x` are multiples of 16 bytes.
+    """
+    made = object.__new__(TensorDescriptor)  # whose __init__ checks again what depends on the shape alone
+    made.__dict__.update(_described(x.shape, x.stride(), x.dtype, rows, block_d), base=x)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _described(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, block_d: int
+) -> dict[str, Any]:
+    """Fields of a description of any tensor of a shape and strides."""
     # the stride of a dimension of one element is arbitrary in torch, and checked by TMA
-    strides = [stride if size > 1 else block_d for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block_d], _layout(rows, block_d, x.dtype))
-
-
-@cache
-def _layout(rows: int, block_d: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, block_d], _GLUON_DTYPES[dtype])
+    steps = [stride if size > 1 else block_d for stride, size in zip(strides[:-1], shape[:-1], strict=True)]
+    block = [1] * (len(shape) - 2) + [rows, block_d]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[dtype])
+    return vars(TensorDescriptor(torch.empty(16, dtype=dtype), list(shape), [*steps, 1], block, layout))

@@ -1,10 +1,13 @@
 """Triton backward of `relation_kl`: the gradient to rows that are queries and keys at once."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from .triton_tiles import LOG2E, difference, launch_options
+from ..common.launches import Launch
+from .triton_tiles import LOG2E, Kind, difference, kind_of, launch_options
 from .visibility import Visibility
 
 
@@ -193,24 +196,21 @@ def relation_kl_backward(
     visibility: Visibility,
 ) -> torch.Tensor:
     """Gradient to `student` in its dtype and layout, given float32 `grad` [batch, n_heads, n]."""
-    batch, n_heads, n, _ = student.shape
     grad_s = torch.empty_like(student)
-    options = launch_options(student, visibility, "backward")
-    _relation_kl_bwd_kernel[(triton.cdiv(n, options["BLOCK_M"]), batch * n_heads)](
-        student,
-        teacher,
-        *parts,
-        grad.contiguous(),
-        grad_s,
-        *visibility.tensors,
-        student_scale * LOG2E,
-        teacher_scale * LOG2E,
-        student_scale,
-        n,
-        n_heads,
-        *student.stride()[:3],
-        *teacher.stride()[:3],
-        *grad_s.stride()[:3],
+    strides = (student.stride(), teacher.stride(), grad_s.stride())
+    launch = _launch(kind_of(student, visibility), strides, student_scale, teacher_scale)
+    launch(student, teacher, *parts.unbind(), grad.contiguous(), grad_s, *visibility.tensors)
+    return grad_s
+
+
+@lru_cache(maxsize=1024)
+def _launch(kind: Kind, strides: tuple[tuple[int, ...], ...], student_scale: float, teacher_scale: float) -> Launch:
+    batch, n_heads, n, _ = kind.shape
+    options = launch_options(kind, "backward")
+    scales = (student_scale * LOG2E, teacher_scale * LOG2E, student_scale)
+    return Launch(
+        _relation_kl_bwd_kernel,
+        (triton.cdiv(n, options["BLOCK_M"]), batch * n_heads),
+        (*scales, n, n_heads, *(x for each in strides for x in each[:3])),
         **options,
     )
-    return grad_s
