@@ -131,6 +131,8 @@ def relation_kl_backward(
             t_desc,
             *rows[:4],
             top,
+            visibility.document,
+            visibility.end,
             sum_desc,
             grad_s,
             padded_n,
@@ -149,6 +151,7 @@ def relation_kl_backward(
             OUT_STAGES=1 if block_d == 128 else 2,
             N_GROUPS=n_groups,
             REGISTERS=128 if block_d == 128 else 96,
+            HAS_DOCUMENTS=visibility.document is not None,
             num_warps=4,
         )
         _relation_kl_finish_kernel[(padded_n // 64, here)](
