@@ -12,8 +12,8 @@ The queries' part adds up over blocks, in an order that no one controls. So that
 added as 32-bit integers, by TMA, in units so small that a row's sum can never overflow: sum_j |P_s - P_t|_ij <= 2.
 Where C is to be multiplied from shared memory, shared memory's own bandwidth bounds the kernel, not the tensor cores.
 
-With documents a block stops at the tile of the last query that may see one of its keys. Tiles of the one document that
-all of a group's keys are of need no mask.
+With documents a block stops at the tile of the last query that may see one of its keys. Where a group's keys are all of
+one document, which few groups' are not, behind the diagonal the document of a query alone says whether it sees them.
 """
 
 from triton._C.libtriton import ir
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_tiles import ROWS, async_load, differ, documents_of, documents_of_queries, shared_document
+from .hopper_tiles import ROWS, async_load, documents_of, documents_of_queries, shared_document
 
 
 @builtin
@@ -110,9 +110,9 @@ def _difference_tile(
     shift_s_ptr, shift_t_ptr, weight_ptr = part_ptrs
     scale_s, scale_t = scales
     document_ptr, n, of_all_keys = borders
-    if HAS_DOCUMENTS:  # read while the tensor cores multiply
-        documents = documents_of(document_ptr, (first_tile + turn) * ROWS, n, ROWS)
     row_i = (first_tile + turn) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, zero.type.layout))
+    if HAS_DOCUMENTS:
+        of_queries = gl.expand_dims(documents_of_queries(document_ptr, row_i, n), 1)
     shift_s = gl.expand_dims(gl.load(shift_s_ptr + row_i), 1)
     shift_t = gl.expand_dims(gl.load(shift_t_ptr + row_i), 1)
     weight = gl.expand_dims(gl.load(weight_ptr + row_i), 1)
@@ -128,12 +128,15 @@ def _difference_tile(
     c = (p - gl.exp2(zt * scale_t + shift_t)) * weight
     if DIAGONAL:
         c = gl.where(gl.expand_dims(row_j, 0) <= gl.expand_dims(row_i, 1), c, 0.0)
-    if HAS_DOCUMENTS:
-        if differ(documents, of_all_keys):
-            of_queries = documents_of_queries(document_ptr, row_i, n)
+    # selected, not multiplied: where a pair is not visible, its exponentials may be inf
+    if HAS_DOCUMENTS and DIAGONAL:
+        if of_all_keys == -2:
             of_keys = gl.load(document_ptr + row_j, mask=row_j < n, other=-1)
-            # selected, not multiplied: where a pair is not visible, its exponentials may be inf
-            c = gl.where(gl.expand_dims(of_keys, 0) == gl.expand_dims(of_queries, 1), c, 0.0)
+            c = gl.where(gl.expand_dims(of_keys, 0) == of_queries, c, 0.0)
+        else:
+            c = gl.where(of_queries == of_all_keys, c, 0.0)
+    elif HAS_DOCUMENTS:
+        c = gl.where(of_queries == of_all_keys, c, 0.0)
     buffer = turn & 1  # two tiles of C: one is formed while the other is multiplied
     mbarrier.wait(c_empty.index(buffer), ((turn >> 1) & 1) ^ 1)
     c_ring.index(buffer * N_GROUPS + GROUP_ID).store(c.to(c_ring.dtype))
@@ -173,6 +176,8 @@ def _differences(
     s_j = own_s.index(GROUP_ID).reshape([ROWS, BLOCK_D])
     t_j = own_t.index(GROUP_ID).reshape([ROWS, BLOCK_D])
     diagonal = gl.minimum(n_turns, N_GROUPS)  # later tiles of queries see all of the block's keys
+    if HAS_DOCUMENTS:
+        diagonal = gl.where(of_all_keys == -2, n_turns, diagonal)
     zs = warpgroup_mma_wait(0, deps=[_student_scores(0, s_j, memory, zero, S_STAGES)])
     for turn in range(0, diagonal):
         zs = _difference_tile(
