@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import triton_relation_backward
 from .hopper_inputs import heads_of_a_launch
 from .hopper_relation_kernel import relation_kl_hopper_bwd_kernel
 from .hopper_tiles import describe, width
@@ -167,4 +168,9 @@ def relation_kl_backward(
             BLOCK_D=block_d,
             BLOCK_M=64,
         )
+    if visibility.document is not None:
+        # integers hold no nan, and a head's largest values are those of all its documents: where one is broken, these
+        # kernels keep the others apart
+        inputs = (grad, student, teacher, parts, student_scale, teacher_scale, visibility)
+        triton_relation_backward.repair(inputs, grad_s, rows[4])
     return grad_s

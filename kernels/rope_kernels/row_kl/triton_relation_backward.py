@@ -82,7 +82,7 @@ def _sweep(
     return acc
 
 
-@triton.jit(do_not_specialize=["n", "n_heads"])
+@triton.jit(do_not_specialize=["n", "n_heads", "padded_n"])
 def _relation_kl_bwd_kernel(
     s_ptr,
     t_ptr,
@@ -95,6 +95,8 @@ def _relation_kl_bwd_kernel(
     document_ptr,
     first_ptr,
     end_ptr,
+    unit_ptr,
+    padded_n,
     scale_s,
     scale_t,
     factor,
@@ -116,14 +118,20 @@ def _relation_kl_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    REPAIR: tl.constexpr,
 ):
     """Gradient to one block of rows in both of their roles, by the symmetry of X X^T, without atomics.
 
     As queries they own the softmax; as keys they are read by other rows, whose softmax counts.
-    With C = P_s - P_t times the rows' incoming gradient, dX_i = scale sum_j (C_ij + C_ji) X_j.
+    With C = P_s - P_t times the rows' incoming gradient, dX_i = scale sum_j (C_ij + C_ji) X_j. With REPAIR, only heads
+    whose unit is not finite are computed.
     """
     block = tl.program_id(0)  # row i meets i keys and n - i queries: all blocks take equally long
     head = tl.program_id(1)
+    if REPAIR:
+        unit = tl.load(unit_ptr + head.to(tl.int64) * padded_n)
+        if tl.abs(unit) < float("inf"):  # which nan is not
+            return
     batch = (head // n_heads).to(tl.int64)
     own_head = (head % n_heads).to(tl.int64)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -193,8 +201,23 @@ def relation_kl_backward(
     visibility: Visibility,
 ) -> torch.Tensor:
     """Gradient to `student` in its dtype and layout, given float32 `grad` [batch, n_heads, n]."""
-    batch, n_heads, n, _ = student.shape
     grad_s = torch.empty_like(student)
+    _launch((grad, student, teacher, parts, student_scale, teacher_scale, visibility), grad_s, None)
+    return grad_s
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, float, Visibility]
+"""Arguments of `relation_kl_backward`."""
+
+
+def repair(inputs: Inputs, grad_s: torch.Tensor, unit: torch.Tensor) -> None:
+    """Recompute, in place, the gradient of heads whose first `unit`, [batch * n_heads, padded_n], is not finite."""
+    _launch(inputs, grad_s, unit)
+
+
+def _launch(inputs: Inputs, grad_s: torch.Tensor, unit: torch.Tensor | None) -> None:
+    grad, student, teacher, parts, student_scale, teacher_scale, visibility = inputs
+    batch, n_heads, n, _ = student.shape
     options = launch_options(student, visibility, "backward")
     _relation_kl_bwd_kernel[(triton.cdiv(n, options["BLOCK_M"]), batch * n_heads)](
         student,
@@ -203,6 +226,8 @@ def relation_kl_backward(
         grad.contiguous(),
         grad_s,
         *visibility.tensors,
+        unit,
+        0 if unit is None else unit.shape[1],
         student_scale * LOG2E,
         teacher_scale * LOG2E,
         student_scale,
@@ -211,6 +236,6 @@ def relation_kl_backward(
         *student.stride()[:3],
         *teacher.stride()[:3],
         *grad_s.stride()[:3],
+        REPAIR=unit is not None,
         **options,
     )
-    return grad_s
