@@ -264,7 +264,7 @@ def _emulated(kernel, done):
 
 
 def emulate_hopper(monkeypatch):
-    """Let the operators run the Hopper kernels on CPU tensors until the test ends, the small ones in the interpreter."""
+    """Let the operators run the Hopper kernels on a CPU until the test ends, and the small ones in the interpreter."""
     from rope_kernels.row_kl import hopper_forward, hopper_relation_backward
 
     monkeypatch.setattr("rope_kernels.row_kl.custom_op.runs_on_triton", lambda x: True)

@@ -28,9 +28,9 @@ def documents_of(document_ptr, start, n, SIZE: gl.constexpr):
 
 @gluon.jit
 def shared_document(documents):
-    """The document that all of `documents` are, or -2, that of no token, where they differ or hold padding."""
+    """The document that all of `documents` are, -1 where all are padding, -2 where they differ."""
     lowest = gl.min(documents, 0)
-    return gl.where((lowest == gl.max(documents, 0)) & (lowest >= 0), lowest, -2)
+    return gl.where(lowest == gl.max(documents, 0), lowest, -2)
 
 
 @gluon.jit

@@ -100,6 +100,13 @@ def test_the_code_of_the_kernels_on_any_packing(batch, n_heads, lengths, padding
         compare("cpu", batch, n_heads, lengths, padding, head_dim, torch.float16, seed)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_code_of_the_kernels_without_documents(monkeypatch, head_dim):
+    use_hopper("cpu", monkeypatch)
+    student, teacher = relations(1, 2, 330, head_dim, dtype=torch.float16)
+    check_relation(student, teacher, torch.ones(330, 330, dtype=torch.bool).tril(), torch.rand(1, 2, 330))
+
+
 @pytest.mark.gpu
 @settings(max_examples=60, deadline=None)
 @given(dtype=st.sampled_from([torch.bfloat16, torch.float16]), **PACKINGS)
@@ -165,6 +172,25 @@ def test_a_broken_document_leaves_the_others_alone(device, what, value):
     assert not grad[keys].isfinite().all(-1).any(), "keys of the broken row, itself among them"
     torch.testing.assert_close(grad[~own], expected[0, 1, ~own], rtol=2e-2, atol=2e-2 * expected.abs().max().item())
     assert torch.equal(student.grad[0, 0], expected[0, 0])
+
+
+def test_backwards_read_the_same_parts_from_every_forward(device):
+    """That of `attention_map_kl` is not Hopper's; padding has a log-sum of infinity, so that it has no probability."""
+    from rope_kernels.row_kl import hopper_forward, triton_forward
+
+    document = packed(1, [70, 200, 129], "holes", device)
+    student, teacher = (
+        x.detach() for x in relations(1, 2, document.shape[1], 64, dtype=dtype_on(device), device=device)
+    )
+    inputs = (student, student, teacher, teacher, 0.2, 0.2, Visibility.of_documents(document))
+    rows, (*actual,) = hopper_forward.row_kl_forward(*inputs)
+    expected_rows, (*expected,) = triton_forward.row_kl_forward(*inputs)
+    torch.testing.assert_close(rows, expected_rows, rtol=1e-3, atol=2e-5)
+    for side in (0, 2):  # top and log_sum of the student, and of the teacher
+        totals = [parts[side] + parts[side + 1] for parts in (actual, expected)]
+        torch.testing.assert_close(*totals, rtol=1e-5, atol=1e-5)
+    padding = (document < 0)[:, None].expand_as(rows)
+    assert padding.any() and all((x[padding] == y).all() for x, y in zip(actual, (0, INF, 0, INF), strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
