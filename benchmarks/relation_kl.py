@@ -1,7 +1,7 @@
 """Time and memory of losses on maps beside flash attention and the LinearARD authors' kernels, in one run.
 
 Run: python benchmarks/relation_kl.py [--authors FOLDER] [--lengths 2048 4096 8192 16384] [--out FILE.json]
-         [--operators relation_kl attention_map_kl relation_mse] [--any-gpu]
+         [--operators relation_kl attention_map_kl relation_mse] [--any-gpu] [--documents 8]
      python benchmarks/relation_kl.py --quick        a tiny shape, which a CPU can do in seconds
 
 Forward and backward in bf16 (on a CPU float32), batch 1, causal. Each JSON line is there as soon as it is measured.
@@ -11,10 +11,13 @@ and FlashAttention-4 where it is installed. With --authors relation_kl also stan
 authors, from a checkout of their repository. relation_mse is plain torch; it stands beside relation_kl, for which it
 is the control, and beside its twin where dense maps fit. Calls come from Python, and those of small shapes take as
 long as Python does; so calls that were captured in a CUDA graph are timed, too: the kernels alone. Before anything is
-timed, loss and gradients are compared with the dense float64 formula.
+timed, loss and gradients are compared with the dense float64 formula. With --documents rows hold as many documents of
+one length; then the peers are our kernels for any GPU, and attention within documents by torch's varlen_attn, which is
+FlashAttention, and by its flex_attention.
 """
 
 import argparse
+import inspect
 import json
 import statistics
 import sys
@@ -29,7 +32,7 @@ from eval_speed import setting
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref, relation_mse
+from rope_kernels import Visibility, attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref, relation_mse
 from rope_kernels.row_kl import custom_op
 from rope_kernels.row_kl.reference import relation_mse_ref
 
@@ -117,12 +120,22 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def check(operator: Operator, shape: tuple[int, int, int] = (2, 1, 128), n: int = 1024) -> dict[str, float]:
+def visibility(n: int, documents: int) -> Visibility:
+    """Causal, within as many documents of one length; the last has what is left."""
+    if documents == 1:
+        return Visibility(True)
+    return Visibility.of_documents(torch.arange(n, device=DEVICE)[None] // -(-n // documents))
+
+
+def check(
+    operator: Operator, documents: int, shape: tuple[int, int, int] = (2, 1, 128), n: int = 1024
+) -> dict[str, float]:
     """Relative errors of loss and gradients against the formula in float64, the largest of all gradients."""
     student, teacher = inputs(shape, n, operator.n_sides)
     exact = [x.detach().double().requires_grad_() for x in student]
-    seen = torch.ones(n, n, dtype=torch.bool, device=DEVICE).tril()
-    loss = operator.run(*student, *teacher).sum()
+    visible = visibility(n, documents)
+    seen = visible.mask(slice(0, n), slice(0, n), student[0].device)
+    loss = operator.run(*student, *teacher, visibility=visible).sum()
     truth = operator.twin(*exact, *(x.double() for x in teacher), seen).sum()
     loss.backward()
     truth.backward()
@@ -142,6 +155,41 @@ def attention(backend: SDPBackend | None, shape: tuple[int, int, int], n: int) -
         return both(forward, [q, k, v])
     with sdpa_kernel(backend):
         return both(forward, [q, k, v])
+
+
+def within_documents(shape: tuple[int, int, int], n: int, documents: int) -> dict[str, dict[str, float]]:
+    """Attention within documents, by what this torch has of varlen_attn and flex_attention."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    n_heads, _, head_dim = shape
+    q, k, v = (torch.randn(1, n_heads, n, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3))
+    length = -(-n // documents)
+    mask = create_block_mask(
+        lambda b, h, query, key: (key <= query) & (query // length == key // length), None, None, n, n, device=DEVICE
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    times = {"flex": both(lambda: compiled(q, k, v, block_mask=mask), [q, k, v], in_graphs=False)}
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return times
+    # the argument's name since torch 2.11, and before
+    options = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in options else {"window_size": (-1, 0)}
+    rows = [torch.randn(n, n_heads, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
+    borders = torch.tensor([*range(0, n, length), n], dtype=torch.int32, device=DEVICE)
+    times["varlen"] = both(lambda: varlen_attn(*rows, borders, borders, length, length, **causal), rows, False)
+    return times
+
+
+def any_gpu(run: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, float]:
+    """Our kernels for every other GPU."""
+    chosen = custom_op.runs_on_hopper
+    custom_op.runs_on_hopper = lambda *_: False
+    try:
+        return both(run, leaves)
+    finally:
+        custom_op.runs_on_hopper = chosen
 
 
 def flash4(shape: tuple[int, int, int], n: int) -> dict[str, float] | None:
@@ -216,14 +264,27 @@ def peers(name: str, shape: tuple[int, int, int], n: int, folder: Path | None) -
     return times
 
 
-def measured(name: str, shape_name: str, shape: tuple[int, int, int], n: int, folder: Path | None) -> dict[str, Any]:
+def measured(
+    name: str, shape_name: str, shape: tuple[int, int, int], n: int, documents: int, folder: Path | None
+) -> dict[str, Any]:
     """A row of results: our times under the operator's name, those of peers beside it, and our time over theirs."""
     operator = OPERATORS[name]
     student, teacher = inputs(shape, n, operator.n_sides)
-    ours = both(lambda: operator.run(*student, *teacher), student, operator.in_graphs)
-    others = peers(name, shape, n, folder)
+    visible = visibility(n, documents)  # made once for all layers of a step
+
+    def run() -> torch.Tensor:
+        return operator.run(*student, *teacher, visibility=visible)
+
+    ours = both(run, student, operator.in_graphs)
+    if documents == 1:
+        others = peers(name, shape, n, folder)
+    elif DEVICE == "cpu" or name == "relation_mse":
+        others = {}
+    else:
+        others = {"any_gpu": any_gpu(run, student), **within_documents(shape, n, documents)}
     ratio = {peer: ours["both_ms"] / times["both_ms"] for peer, times in others.items()}
-    row = {"operator": name, "shape": shape_name, "n": n, name: ours, **others, "ratio": ratio}
+    facts = {"operator": name, "shape": shape_name, "n": n, "documents": documents}
+    row = {**facts, name: ours, **others, "ratio": ratio}
     return row if operator.n_sides == 1 else {**row, "n_kv_heads": shape[1]}
 
 
@@ -234,10 +295,12 @@ def main() -> None:
     parser.add_argument("--memory-lengths", type=int, nargs="*", default=[2048, 8192, 32768, 131072])
     parser.add_argument("--authors", type=Path, help="checkout of the authors' repository")
     parser.add_argument("--any-gpu", action="store_true", help="on Hopper, too, the kernels that every other GPU runs")
+    parser.add_argument("--documents", type=int, default=1, help="in each row")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--quick", action="store_true", help="rows of 128 tokens of a tiny shape, and no memory")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    shapes = TINY if args.quick else SHAPES
+    shapes = TINY if args.quick else {name: SHAPES[name] for name in args.shapes}
     if args.quick:
         args.lengths, args.memory_lengths, args.authors = [128], [], None
     elif DEVICE == "cpu":
@@ -248,7 +311,7 @@ def main() -> None:
         "kernels": "any GPU" if args.any_gpu else "of this GPU",
         **{key: value for key, value in setting().items() if key != "line"},
         "dtype": str(DTYPE).removeprefix("torch."),
-        "error_against_float64": {name: check(OPERATORS[name]) for name in args.operators},
+        "error_against_float64": {name: check(OPERATORS[name], args.documents) for name in args.operators},
         "rows": [],
         "memory": [],
     }
@@ -256,7 +319,7 @@ def main() -> None:
     for name in args.operators:
         for shape_name, shape in shapes.items():
             for n in args.lengths:
-                facts["rows"].append(measured(name, shape_name, shape, n, args.authors))
+                facts["rows"].append(measured(name, shape_name, shape, n, args.documents, args.authors))
                 print(json.dumps(facts["rows"][-1]), flush=True)
     for n in args.memory_lengths:
         facts["memory"].append(memory(n))
