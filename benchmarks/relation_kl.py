@@ -1,7 +1,7 @@
 """Time and memory of losses on maps beside flash attention and the LinearARD authors' kernels, in one run.
 
 Run: python benchmarks/relation_kl.py [--authors FOLDER] [--lengths 2048 4096 8192 16384] [--out FILE.json]
-         [--operators relation_kl attention_map_kl relation_mse] [--any-gpu] [--documents 8]
+         [--operators relation_kl attention_map_kl relation_mse] [--shapes NAME ...] [--documents 1 8] [--any-gpu]
      python benchmarks/relation_kl.py --quick        a tiny shape, which a CPU can do in seconds
 
 Forward and backward in bf16 (on a CPU float32), batch 1, causal. Each JSON line is there as soon as it is measured.
@@ -10,14 +10,16 @@ attention forward and backward of the same shape through cuDNN and through Flash
 and FlashAttention-4 where it is installed. With --authors relation_kl also stands beside the kernels of LinearARD's
 authors, from a checkout of their repository. relation_mse is plain torch; it stands beside relation_kl, for which it
 is the control, and beside its twin where dense maps fit. Calls come from Python, and those of small shapes take as
-long as Python does; so calls that were captured in a CUDA graph are timed, too: the kernels alone. Before anything is
-timed, loss and gradients are compared with the dense float64 formula. With --documents rows hold as many documents of
-one length; then the peers are our kernels for any GPU, and attention within documents by torch's varlen_attn, which is
-FlashAttention, and by its flex_attention.
+long as Python does; so calls that were captured in a CUDA graph are timed, too: the kernels alone. `over_graph` is our
+time from Python over that. With --documents above 1 a row is packed with so many documents of one length, and peers
+have each of them in a row of its own; beside them stand our kernels for any GPU, and attention within documents by
+torch's varlen_attn, which is FlashAttention, and by its flex_attention. Before anything is timed, loss and gradients
+are compared with the dense float64 formula.
 """
 
 import argparse
 import inspect
+import itertools
 import json
 import statistics
 import sys
@@ -121,10 +123,10 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def visibility(n: int, documents: int) -> Visibility:
-    """Causal, within as many documents of one length; the last has what is left."""
+    """Of a row of n tokens, causal, in documents of one length."""
     if documents == 1:
         return Visibility(True)
-    return Visibility.of_documents(torch.arange(n, device=DEVICE)[None] // -(-n // documents))
+    return Visibility.of_documents(torch.arange(n, device=DEVICE)[None] // (n // documents))
 
 
 def check(
@@ -133,9 +135,9 @@ def check(
     """Relative errors of loss and gradients against the formula in float64, the largest of all gradients."""
     student, teacher = inputs(shape, n, operator.n_sides)
     exact = [x.detach().double().requires_grad_() for x in student]
-    visible = visibility(n, documents)
-    seen = visible.mask(slice(0, n), slice(0, n), student[0].device)
-    loss = operator.run(*student, *teacher, visibility=visible).sum()
+    document = torch.arange(n, device=DEVICE) // (n // documents)
+    seen = (document[:, None] == document).tril()
+    loss = operator.run(*student, *teacher, visibility=visibility(n, documents)).sum()
     truth = operator.twin(*exact, *(x.double() for x in teacher), seen).sum()
     loss.backward()
     truth.backward()
@@ -143,10 +145,11 @@ def check(
     return {"loss": abs(loss.item() / truth.item() - 1), "gradient": max(gap.item() for gap in gaps)}
 
 
-def attention(backend: SDPBackend | None, shape: tuple[int, int, int], n: int) -> dict[str, float]:
+def attention(backend: SDPBackend | None, shape: tuple[int, int, int], n: int, documents: int) -> dict[str, float]:
     """Attention of as many heads of queries, keys and values as there are maps; None: what torch chooses."""
     n_heads, _, head_dim = shape
-    q, k, v = (torch.randn(1, n_heads, n, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3))
+    rows = (documents, n_heads, n // documents, head_dim)
+    q, k, v = (torch.randn(rows, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3))
 
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -157,13 +160,30 @@ def attention(backend: SDPBackend | None, shape: tuple[int, int, int], n: int) -
         return both(forward, [q, k, v])
 
 
+def flash4(shape: tuple[int, int, int], n: int, documents: int) -> dict[str, float] | None:
+    """FlashAttention-4 of the same shape, None where it is not installed."""
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return None
+    n_heads, _, head_dim = shape
+    rows = (documents, n // documents, n_heads, head_dim)
+    q, k, v = (torch.randn(rows, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3))
+
+    def forward() -> torch.Tensor:
+        attended = flash_attn_func(q, k, v, causal=True)
+        return attended[0] if isinstance(attended, tuple) else attended
+
+    return both(forward, [q, k, v])
+
+
 def within_documents(shape: tuple[int, int, int], n: int, documents: int) -> dict[str, dict[str, float]]:
-    """Attention within documents, by what this torch has of varlen_attn and flex_attention."""
+    """Attention within documents, by flex_attention and, where this torch has it, by varlen_attn."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     n_heads, _, head_dim = shape
+    length = n // documents
     q, k, v = (torch.randn(1, n_heads, n, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3))
-    length = -(-n // documents)
     mask = create_block_mask(
         lambda b, h, query, key: (key <= query) & (query // length == key // length), None, None, n, n, device=DEVICE
     )
@@ -173,11 +193,11 @@ def within_documents(shape: tuple[int, int, int], n: int, documents: int) -> dic
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return times
-    # the argument's name since torch 2.11, and before
+    # the argument changed its name
     options = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"is_causal": True} if "is_causal" in options else {"window_size": (-1, 0)}
     rows = [torch.randn(n, n_heads, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
-    borders = torch.tensor([*range(0, n, length), n], dtype=torch.int32, device=DEVICE)
+    borders = torch.arange(0, n + 1, length, dtype=torch.int32, device=DEVICE)
     times["varlen"] = both(lambda: varlen_attn(*rows, borders, borders, length, length, **causal), rows, False)
     return times
 
@@ -190,22 +210,6 @@ def any_gpu(run: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict
         return both(run, leaves)
     finally:
         custom_op.runs_on_hopper = chosen
-
-
-def flash4(shape: tuple[int, int, int], n: int) -> dict[str, float] | None:
-    """FlashAttention-4 of the same shape, None where it is not installed."""
-    try:
-        from flash_attn.cute import flash_attn_func
-    except ImportError:
-        return None
-    n_heads, _, head_dim = shape
-    q, k, v = (torch.randn(1, n, n_heads, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3))
-
-    def forward() -> torch.Tensor:
-        attended = flash_attn_func(q, k, v, causal=True)
-        return attended[0] if isinstance(attended, tuple) else attended
-
-    return both(forward, [q, k, v])
 
 
 def memory(n: int, shape: tuple[int, int, int] = (32, 8, 128)) -> dict[str, Any]:
@@ -241,25 +245,28 @@ def authors(folder: Path, shape: tuple[int, int, int], n: int) -> dict[str, Any]
     }
 
 
-def peers(name: str, shape: tuple[int, int, int], n: int, folder: Path | None) -> dict[str, dict[str, Any]]:
+def peers(
+    name: str, shape: tuple[int, int, int], n: int, documents: int, folder: Path | None
+) -> dict[str, dict[str, Any]]:
     """Times of whatever does comparable work at the shape."""
     if name == "relation_mse":
         student, teacher = inputs(shape, n)
-        times = {"relation_kl": both(lambda: relation_kl(*student, *teacher), student)}
+        which = visibility(n, documents)
+        times = {"relation_kl": both(lambda: relation_kl(*student, *teacher, visibility=which), student)}
         if n <= DENSE_LENGTH:
-            seen = torch.ones(n, n, dtype=torch.bool, device=DEVICE).tril()
+            seen = which.mask(slice(0, n), slice(0, n), student[0].device)
             times["twin"] = both(lambda: relation_mse_ref(*student, *teacher, seen), student)
         return times
     if DEVICE == "cpu":
-        return {"sdpa": attention(None, shape, n)}
+        return {"sdpa": attention(None, shape, n, documents)}
     times = {
-        "cudnn": attention(SDPBackend.CUDNN_ATTENTION, shape, n),
-        "flash2": attention(SDPBackend.FLASH_ATTENTION, shape, n),
+        "cudnn": attention(SDPBackend.CUDNN_ATTENTION, shape, n, documents),
+        "flash2": attention(SDPBackend.FLASH_ATTENTION, shape, n, documents),
     }
-    fourth = flash4(shape, n)
+    fourth = flash4(shape, n, documents)
     if fourth is not None:
         times["flash4"] = fourth
-    if folder and name == "relation_kl" and shape[0] == 32 and n <= 8192:
+    if folder and name == "relation_kl" and documents == 1 and shape[0] == 32 and n <= 8192:
         times["authors"] = authors(folder, shape, n)
     return times
 
@@ -270,21 +277,16 @@ def measured(
     """A row of results: our times under the operator's name, those of peers beside it, and our time over theirs."""
     operator = OPERATORS[name]
     student, teacher = inputs(shape, n, operator.n_sides)
-    visible = visibility(n, documents)  # made once for all layers of a step
-
-    def run() -> torch.Tensor:
-        return operator.run(*student, *teacher, visibility=visible)
-
-    ours = both(run, student, operator.in_graphs)
-    if documents == 1:
-        others = peers(name, shape, n, folder)
-    elif DEVICE == "cpu" or name == "relation_mse":
-        others = {}
-    else:
-        others = {"any_gpu": any_gpu(run, student), **within_documents(shape, n, documents)}
+    which = visibility(n, documents)
+    ours = both(lambda: operator.run(*student, *teacher, visibility=which), student, operator.in_graphs)
+    others = peers(name, shape, n, documents, folder)
+    if documents > 1 and DEVICE == "cuda" and name != "relation_mse":
+        others["any_gpu"] = any_gpu(lambda: operator.run(*student, *teacher, visibility=which), student)
+        others |= within_documents(shape, n, documents)
     ratio = {peer: ours["both_ms"] / times["both_ms"] for peer, times in others.items()}
-    facts = {"operator": name, "shape": shape_name, "n": n, "documents": documents}
-    row = {**facts, name: ours, **others, "ratio": ratio}
+    row = {"operator": name, "shape": shape_name, "n": n, "documents": documents, name: ours, **others, "ratio": ratio}
+    if "both_graph_ms" in ours:
+        row["over_graph"] = ours["both_ms"] / ours["both_graph_ms"]
     return row if operator.n_sides == 1 else {**row, "n_kv_heads": shape[1]}
 
 
@@ -292,11 +294,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--documents", type=int, nargs="+", default=[1], help="in a row, each of one length")
     parser.add_argument("--memory-lengths", type=int, nargs="*", default=[2048, 8192, 32768, 131072])
     parser.add_argument("--authors", type=Path, help="checkout of the authors' repository")
     parser.add_argument("--any-gpu", action="store_true", help="on Hopper, too, the kernels that every other GPU runs")
-    parser.add_argument("--documents", type=int, default=1, help="in each row")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--quick", action="store_true", help="rows of 128 tokens of a tiny shape, and no memory")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -311,15 +313,15 @@ def main() -> None:
         "kernels": "any GPU" if args.any_gpu else "of this GPU",
         **{key: value for key, value in setting().items() if key != "line"},
         "dtype": str(DTYPE).removeprefix("torch."),
-        "error_against_float64": {name: check(OPERATORS[name], args.documents) for name in args.operators},
+        "error_against_float64": {name: check(OPERATORS[name], max(args.documents)) for name in args.operators},
         "rows": [],
         "memory": [],
     }
     print(json.dumps({key: value for key, value in facts.items() if value}), flush=True)
     for name in args.operators:
         for shape_name, shape in shapes.items():
-            for n in args.lengths:
-                facts["rows"].append(measured(name, shape_name, shape, n, args.documents, args.authors))
+            for n, documents in itertools.product(args.lengths, args.documents):
+                facts["rows"].append(measured(name, shape_name, shape, n, documents, args.authors))
                 print(json.dumps(facts["rows"][-1]), flush=True)
     for n in args.memory_lengths:
         facts["memory"].append(memory(n))
