@@ -12,11 +12,13 @@ authors, from a checkout of their repository. relation_mse is plain torch; it st
 is the control, and beside its twin where dense maps fit. Calls come from Python, and those of small shapes take as
 long as Python does; so calls that were captured in a CUDA graph are timed, too: the kernels alone. `over_graph` is our
 time from Python over that. With --documents above 1 a row is packed with so many documents of one length, and peers
-have each of them in a row of its own. Before anything is timed, loss and gradients are compared with the dense float64
-formula.
+have each of them in a row of its own; beside them stand our kernels for any GPU, and attention within documents by
+torch's varlen_attn, which is FlashAttention, and by its flex_attention. Before anything is timed, loss and gradients
+are compared with the dense float64 formula.
 """
 
 import argparse
+import inspect
 import itertools
 import json
 import statistics
@@ -175,6 +177,41 @@ def flash4(shape: tuple[int, int, int], n: int, documents: int) -> dict[str, flo
     return both(forward, [q, k, v])
 
 
+def within_documents(shape: tuple[int, int, int], n: int, documents: int) -> dict[str, dict[str, float]]:
+    """Attention within documents, by flex_attention and, where this torch has it, by varlen_attn."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    n_heads, _, head_dim = shape
+    length = n // documents
+    q, k, v = (torch.randn(1, n_heads, n, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3))
+    mask = create_block_mask(
+        lambda b, h, query, key: (key <= query) & (query // length == key // length), None, None, n, n, device=DEVICE
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    times = {"flex": both(lambda: compiled(q, k, v, block_mask=mask), [q, k, v], in_graphs=False)}
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return times
+    # the argument changed its name
+    options = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in options else {"window_size": (-1, 0)}
+    rows = [torch.randn(n, n_heads, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
+    borders = torch.arange(0, n + 1, length, dtype=torch.int32, device=DEVICE)
+    times["varlen"] = both(lambda: varlen_attn(*rows, borders, borders, length, length, **causal), rows, False)
+    return times
+
+
+def any_gpu(run: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, float]:
+    """Our kernels for every other GPU."""
+    chosen = custom_op.runs_on_hopper
+    custom_op.runs_on_hopper = lambda *_: False
+    try:
+        return both(run, leaves)
+    finally:
+        custom_op.runs_on_hopper = chosen
+
+
 def memory(n: int, shape: tuple[int, int, int] = (32, 8, 128)) -> dict[str, Any]:
     """Peak of relation_kl's forward and backward above the inputs, over inputs and gradient."""
     (student,), (teacher,) = inputs(shape, n)
@@ -243,6 +280,9 @@ def measured(
     which = visibility(n, documents)
     ours = both(lambda: operator.run(*student, *teacher, visibility=which), student, operator.in_graphs)
     others = peers(name, shape, n, documents, folder)
+    if documents > 1 and DEVICE == "cuda" and name != "relation_mse":
+        others["any_gpu"] = any_gpu(lambda: operator.run(*student, *teacher, visibility=which), student)
+        others |= within_documents(shape, n, documents)
     ratio = {peer: ours["both_ms"] / times["both_ms"] for peer, times in others.items()}
     row = {"operator": name, "shape": shape_name, "n": n, "documents": documents, name: ours, **others, "ratio": ratio}
     if "both_graph_ms" in ours:

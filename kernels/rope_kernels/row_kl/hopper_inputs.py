@@ -12,7 +12,7 @@ _SUMS_BYTES = 32 * 2**20
 
 
 def runs_on_hopper(tensors: list[torch.Tensor], visibility: Visibility) -> bool:
-    """Whether Hopper's kernels take the inputs: its GPU, 16 bits, head_dim up to 128, causal, no borders, aligned."""
+    """Whether Hopper's kernels take the inputs: its GPU, 16 bits, head_dim up to 128, causal, aligned."""
     x = tensors[0]
     return (
         x.is_cuda
@@ -20,7 +20,6 @@ def runs_on_hopper(tensors: list[torch.Tensor], visibility: Visibility) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[-1] <= 128
         and visibility.causal
-        and visibility.document is None
         and all(_fits_tma(y) for y in tensors)
     )
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.launches import Launch
+from . import triton_relation_backward
 from .hopper_inputs import heads_of_a_launch
 from .hopper_relation_kernel import relation_kl_hopper_bwd_kernel
 from .hopper_tiles import describe, width
@@ -184,8 +185,13 @@ def relation_kl_backward(
     for i, (multiply, finish) in enumerate(plan.heads):
         if i > 0:
             sums.zero_()
-        multiply(s_desc, t_desc, *rows[:4], largest, sum_desc, grad_s)
+        multiply(s_desc, t_desc, *rows[:4], largest, visibility.document, visibility.end, sum_desc, grad_s)
         finish(sums, rows[4], grad_s)
+    if visibility.document is not None:
+        # integers hold no nan, and a head's largest values are those of all its documents: where one is broken, these
+        # kernels keep the others apart
+        inputs = (grad, student, teacher, parts, student_scale, teacher_scale, visibility)
+        triton_relation_backward.repair(inputs, grad_s, rows[4])
     return grad_s
 
 
@@ -244,6 +250,7 @@ def _plan(
             OUT_STAGES=1 if block_d == 128 else 2,
             N_GROUPS=n_groups,
             REGISTERS=128 if block_d == 128 else 96,
+            HAS_DOCUMENTS=kind.has_documents,
             num_warps=4,
         )
         finish = Launch(

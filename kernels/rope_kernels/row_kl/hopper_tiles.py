@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -13,6 +14,36 @@ _GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.i
 ROWS: gl.constexpr = gl.constexpr(64)
 # its name since Triton 3.8, and before
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def documents_of(document_ptr, start, n, SIZE: gl.constexpr):
+    """Documents of SIZE tokens from start on, and behind the end that of the last token.
+
+    Every one of the four warps has all of them, so that none waits for another where they are compared.
+    """
+    token = start + gl.arange(0, SIZE, gl.BlockedLayout([SIZE // 32], [32], [4], [0]))
+    return gl.load(document_ptr + gl.minimum(token, n - 1))
+
+
+@gluon.jit
+def shared_document(documents):
+    """The document that all of `documents` are, -1 where all are padding, -2 where they differ."""
+    lowest = gl.min(documents, 0)
+    return gl.where(lowest == gl.max(documents, 0), lowest, -2)
+
+
+@gluon.jit
+def differ(documents, document):
+    """Whether one of `documents` is another one than `document`."""
+    return gl.max((documents != document).to(gl.int32), 0) > 0
+
+
+@gluon.jit
+def documents_of_queries(document_ptr, row, n):
+    """Documents of queries, and -2, that of no key, for padding and behind the end."""
+    document = gl.load(document_ptr + row, mask=row < n, other=-1)
+    return gl.where(document >= 0, document, -2)
 
 
 def width(head_dim: int) -> int:
