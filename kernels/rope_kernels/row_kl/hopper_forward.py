@@ -220,7 +220,7 @@ def _row_kl_hopper_fwd_kernel(
         row = first_row + gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
         valid = documents_of_queries(document_ptr, row, n) >= 0
         first = gl.load(first_ptr + batch.to(gl.int64) * n + row, mask=valid, other=first_row)
-        n_tiles -= gl.maximum(gl.min(first, 0), 0) // BLOCK_N
+        n_tiles -= gl.minimum(gl.maximum(gl.min(first, 0), 0), first_row) // BLOCK_N
     memory = shared_tiles(qs_desc, ks_desc, qt_desc, kt_desc, STAGES, 2)
     start = head.to(gl.int64) * n  # of the head's rows in [batch, n_heads, n]
     out_ptrs = (kl_ptr + start, top_s_ptr + start, log_sum_s_ptr + start, top_t_ptr + start, log_sum_t_ptr + start)

@@ -168,6 +168,16 @@ def test_a_broken_document_leaves_the_others_alone(device, what, value):
     assert torch.equal(student.grad[0, 0], expected[0, 0])
 
 
+def test_bounds_may_be_loose(device):
+    """`first` and `end` save time alone; documents may be interleaved."""
+    n = 300
+    document = torch.arange(n, device=device, dtype=torch.int32)[None] // 7 % 2
+    bounds = torch.zeros_like(document), torch.full_like(document, n)
+    student, teacher = relations(1, 1, n, 128, dtype=dtype_on(device), device=device)
+    weight = torch.rand(1, 1, n, device=device)
+    check_relation(student, teacher, seen_of(document), weight, visibility=Visibility(True, document, *bounds))
+
+
 def test_backwards_read_the_same_parts_from_every_forward(device):
     """That of `attention_map_kl` is not Hopper's; padding has a log-sum of infinity, so that it has no probability."""
     from rope_kernels.row_kl import hopper_forward, triton_forward
