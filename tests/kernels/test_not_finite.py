@@ -175,7 +175,7 @@ def test_hopper_kernels_hide_nothing_in_their_integer_sums(what, head_dim, value
         teacher = spoiled(teacher, (0, 1, broken, 5), value).detach()
     else:
         weight[0, 1, broken] = value
-    if not runs_on_hopper((student, teacher), Visibility(True)):
+    if not runs_on_hopper([student, teacher], Visibility(True)):
         pytest.skip("needs a Hopper GPU")
     rows = relation_kl(student, teacher)
     if what != "gradient":

@@ -121,11 +121,12 @@ def main() -> None:
         triton_forward.row_kl_forward(q, k, q, k, *last)
         triton_relation_backward.relation_kl_backward(grad, q, q, parts, *last)
         triton_attention_backward.attention_map_kl_backward(grad, q, k, q, k, parts, *last)
-        if gpu.capability == 90 and head_dim <= 128 and dtype == "bfloat16" and not packed:
+        if gpu.capability == 90 and head_dim <= 128 and dtype == "bfloat16":
             from rope_kernels.row_kl import hopper_forward, hopper_relation_backward
 
-            hopper_forward.row_kl_forward(q, k, q, k, *last)
-            hopper_relation_backward.relation_kl_backward(grad, q, q, parts, *last)
+            for seen in (Visibility(True), Visibility.of_documents(torch.zeros(1, 300, dtype=torch.int64))):
+                hopper_forward.row_kl_forward(q, k, q, k, 0.1, 0.1, seen)
+                hopper_relation_backward.relation_kl_backward(grad, q, q, parts, 0.1, 0.1, seen)
         bounds = (torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
         heads = (torch.zeros(2, 8, head_dim), *(torch.zeros(2, 2, 500, head_dim) for _ in range(2)))
         decode_attention_in_parts(*(x.to(q.dtype) for x in heads), *bounds, 0.1)

@@ -32,8 +32,12 @@ def require_heads(name: str, x: torch.Tensor, other_name: str, other: torch.Tens
     require_tensor(name, x, allowed)
     if x.ndim != 4 or x.dtype not in _DTYPES or min(x.shape) < 1:
         raise ValueError(f"{name} must be {allowed}, got {described(x)}.")
-    require_tensor(other_name, other, described(x))
-    if other.shape != x.shape or other.dtype != x.dtype or other.device != x.device:
+    if (
+        not isinstance(other, torch.Tensor)
+        or other.shape != x.shape
+        or other.dtype != x.dtype
+        or other.device != x.device
+    ):
         raise ValueError(f"{other_name} must be {described(x)} as {name} is, got {described(other)}.")
     if runs_on_triton(x) and (x.shape[-1] > 256 or x.shape[0] * x.shape[1] > _GRID_Y):
         raise ValueError(

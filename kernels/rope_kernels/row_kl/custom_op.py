@@ -48,9 +48,7 @@ def row_kl(
     borders = (None if x is None else x.contiguous() for x in visibility.tensors)
     if torch.compiler.is_compiling():
         found = None  # the compiler decides what is computed again
-    # the inputs have been cast; autocast would also cast the products of the chunked version, which are float32
-    with torch.autocast(student[0].device.type, enabled=False):
-        kl: torch.Tensor = _RowKL.apply(*tensors, *scales, visibility.causal, *borders, found)
+    kl: torch.Tensor = _RowKL.apply(*tensors, *scales, visibility.causal, *borders, found)
     return kl
 
 
@@ -106,7 +104,8 @@ def _forward(
     if not student_q.numel():
         return _empty(student_q)
     if runs_on_triton(student_q):
-        if runs_on_hopper((student_q, keys[0], teacher_q, keys[1]), visibility):
+        given = [x for x in (student_q, student_k, teacher_q, teacher_k) if x is not None]
+        if runs_on_hopper(given, visibility):
             from .hopper_forward import row_kl_forward
         else:
             from .triton_forward import row_kl_forward
@@ -114,7 +113,9 @@ def _forward(
             return row_kl_forward(*inputs, visibility)
     from .chunked import row_kl_forward as chunked
 
-    kl = chunked(*inputs, visibility)
+    # the inputs have been cast; autocast would also cast products, which are float32
+    with torch.autocast(student_q.device.type, enabled=False):
+        kl = chunked(*inputs, visibility)
     return kl, kl.new_empty(0)  # the chunked backward needs no parts
 
 
@@ -155,7 +156,7 @@ def _backward(
     if runs_on_triton(student_q):
         with torch.cuda.device_of(student_q):  # Triton launches on the current GPU
             if student_k is None or teacher_k is None:  # each row is a query and a key
-                if runs_on_hopper((student_q, teacher_q), visibility):
+                if runs_on_hopper([student_q, teacher_q], visibility):
                     from .hopper_relation_backward import relation_kl_backward
                 else:
                     from .triton_relation_backward import relation_kl_backward

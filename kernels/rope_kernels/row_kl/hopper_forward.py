@@ -7,7 +7,12 @@ every other GPU, dtype, width and visibility, and `triton_tiles` the meaning of 
 There is no running maximum. A causal row always sees its own key, so the largest score of its diagonal tile, which
 comes first, serves as top for all of its tiles: no sum can underflow, and a row where one overflows (a score 87 nats
 above those near the diagonal) comes out as nan, which `triton_forward` then computes anew.
+
+With documents a block stops at the tile of the first key that one of its rows may see. Tiles of the one document that
+all of its rows are of need no mask.
 """
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -20,9 +25,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..common.launches import Launch
 from . import triton_forward
-from .hopper_tiles import ROWS, async_load, describe, width
-from .triton_tiles import LOG2E
+from .hopper_tiles import (
+    ROWS,
+    async_load,
+    describe,
+    differ,
+    documents_of,
+    documents_of_queries,
+    shared_document,
+    width,
+)
+from .triton_tiles import LOG2E, Kind, kind_of
+
+_BLOCK_N = 128  # keys of a tile
 
 
 @gluon.jit
@@ -36,17 +53,18 @@ def _load(
     q_head,
     k_head,
     block,
+    n_tiles,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The loading warp: the block's queries once, then tiles of keys from the diagonal down to the first."""
+    """The loading warp: the block's queries once, then n_tiles tiles of keys from the diagonal down."""
     own_s, own_t, ring_s, ring_t, own_full, full, empty = memory
     mbarrier.expect(own_full, 2 * (qs_desc.block_type.nbytes + qt_desc.block_type.nbytes))
     for group in gl.static_range(2):
         row = (block * 2 + group) * ROWS
         async_load(qs_desc, [batch, q_head, row, 0], own_full, own_s.index(group))
         async_load(qt_desc, [batch, q_head, row, 0], own_full, own_t.index(group))
-    for turn in range(block + 1):
+    for turn in range(n_tiles):
         slot = turn % STAGES
         # a barrier's phase flips each time its slot goes round; ^ 1 lets the first round pass, when all slots are free
         mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
@@ -98,19 +116,26 @@ def _forward_group(
     scales,
     n,
     n_tiles,
+    document_ptr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
+    HAS_DOCUMENTS: gl.constexpr,
 ):
-    """One warpgroup of the forward: the diagonal tile, masked, which sets top, then all tiles before it."""
+    """One warpgroup of the forward: the diagonal tile, masked, which sets top, then the tiles before it."""
     own_s, own_t, _, _, own_full, _, _ = memory
     kl_ptr, top_s_ptr, log_sum_s_ptr, top_t_ptr, log_sum_t_ptr = out_ptrs
     scale_s, scale_t = scales
     # layout of a [64, BLOCK_N] product over the four warps of a warpgroup, 16 rows each
     Z: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     row = first_row + GROUP_ID * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, Z))
-    col = (n_tiles - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, Z))
+    col = first_row + gl.arange(0, BLOCK_N, gl.SliceLayout(0, Z))
     seen = gl.expand_dims(col, 0) <= gl.expand_dims(row, 1)
+    if HAS_DOCUMENTS:
+        document = documents_of_queries(document_ptr, row, n)
+        of_all_rows = shared_document(documents_of(document_ptr, first_row, n, BLOCK_N))
+        of_keys = gl.load(document_ptr + col, mask=col < n, other=-1)
+        seen = seen & (gl.expand_dims(of_keys, 0) == gl.expand_dims(document, 1))
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, Z)
     mbarrier.wait(own_full, 0)
     qs = own_s.index(GROUP_ID).reshape([ROWS, BLOCK_D])
@@ -126,9 +151,17 @@ def _forward_group(
     none = _by_thread(zero)  # sums begin at 0
     sum_s, sum_t, gap = _accumulate(a_s, a_t, none, none, none)
     for turn in range(1, n_tiles):
+        if HAS_DOCUMENTS:  # read while the tensor cores multiply
+            documents = documents_of(document_ptr, first_row - turn * BLOCK_N, n, BLOCK_N)
         zs, zt = _scores(turn, qs, qt, memory, zero, BLOCK_D, STAGES)
         a_s = zs * scale_s - own_top_s
         a_t = zt * scale_t - own_top_t
+        if HAS_DOCUMENTS:
+            if differ(documents, of_all_rows):
+                of_keys = gl.load(document_ptr + (col - turn * BLOCK_N))
+                seen = gl.expand_dims(of_keys, 0) == gl.expand_dims(document, 1)
+                a_s = gl.where(seen, a_s, -1.0e4)
+                a_t = gl.where(seen, a_t, -1.0e4)
         sum_s, sum_t, gap = _accumulate(a_s, a_t, sum_s, sum_t, gap)
     sum_s = gl.convert_layout(gl.sum(sum_s, 1), gl.SliceLayout(1, Z))
     sum_t = gl.convert_layout(gl.sum(sum_t, 1), gl.SliceLayout(1, Z))
@@ -137,6 +170,13 @@ def _forward_group(
     log_sum_t = gl.log2(sum_t)
     # nan where a sum overflowed, as inf * 0 is
     kl = (gap / sum_t - (log_sum_t - log_sum_s)) * 0.6931471805599453 + 0.0 * (sum_s + gap)
+    if HAS_DOCUMENTS:  # padding sees nothing
+        saw = document >= 0
+        kl = gl.where(saw, kl, 0.0)
+        top_s = gl.where(saw, top_s, 0.0)
+        top_t = gl.where(saw, top_t, 0.0)
+        log_sum_s = gl.where(saw, log_sum_s, float("inf"))
+        log_sum_t = gl.where(saw, log_sum_t, float("inf"))
     in_row = row < n
     gl.store(kl_ptr + row, kl, mask=in_row)
     gl.store(top_s_ptr + row, top_s, mask=in_row)
@@ -156,6 +196,8 @@ def _row_kl_hopper_fwd_kernel(
     log_sum_s_ptr,
     top_t_ptr,
     log_sum_t_ptr,
+    document_ptr,
+    first_ptr,
     scale_s,
     scale_t,
     n,
@@ -164,6 +206,7 @@ def _row_kl_hopper_fwd_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
+    HAS_DOCUMENTS: gl.constexpr,
 ):
     """KL and softmax parts of 128 rows, two warpgroups; tiles of 128 keys from the diagonal down to the first."""
     block = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest rows first: short ones fill the gaps at the end
@@ -172,23 +215,44 @@ def _row_kl_hopper_fwd_kernel(
     q_head = head % n_heads
     first_row = block * (2 * ROWS)
     n_tiles = block + 1
+    if HAS_DOCUMENTS:
+        document_ptr += batch.to(gl.int64) * n
+        row = first_row + gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+        valid = documents_of_queries(document_ptr, row, n) >= 0
+        first = gl.load(first_ptr + batch.to(gl.int64) * n + row, mask=valid, other=first_row)
+        n_tiles -= gl.minimum(gl.maximum(gl.min(first, 0), 0), first_row) // BLOCK_N
     memory = shared_tiles(qs_desc, ks_desc, qt_desc, kt_desc, STAGES, 2)
     start = head.to(gl.int64) * n  # of the head's rows in [batch, n_heads, n]
     out_ptrs = (kl_ptr + start, top_s_ptr + start, log_sum_s_ptr + start, top_t_ptr + start, log_sum_t_ptr + start)
     scales = (scale_s, scale_t)
     gl.warp_specialize(
         [
-            (_forward_group, (0, memory, out_ptrs, first_row, scales, n, n_tiles, BLOCK_N, BLOCK_D, STAGES)),
-            (_forward_group, (1, memory, out_ptrs, first_row, scales, n, n_tiles, BLOCK_N, BLOCK_D, STAGES)),
+            (
+                _forward_group,
+                (
+                    0, memory, out_ptrs, first_row, scales, n, n_tiles, document_ptr, BLOCK_N, BLOCK_D, STAGES,
+                    HAS_DOCUMENTS,
+                ),
+            ),
+            (
+                _forward_group,
+                (
+                    1, memory, out_ptrs, first_row, scales, n, n_tiles, document_ptr, BLOCK_N, BLOCK_D, STAGES,
+                    HAS_DOCUMENTS,
+                ),
+            ),
             (
                 _load,
-                (qs_desc, ks_desc, qt_desc, kt_desc, memory, batch, q_head, q_head // GROUP, block, BLOCK_N, STAGES),
+                (
+                    qs_desc, ks_desc, qt_desc, kt_desc, memory, batch, q_head, q_head // GROUP, block, n_tiles,
+                    BLOCK_N, STAGES,
+                ),
             ),
         ],
         # warps, and registers of a thread, of the second warpgroup and of the loader
         [4, 4],
         [240, 24],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -212,27 +276,38 @@ def shared_tiles(own_s_desc, other_s_desc, own_t_desc, other_t_desc, STAGES: gl.
 
 def row_kl_forward(*inputs: *triton_forward.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """`triton_forward.row_kl_forward` for what `runs_on_hopper`."""
-    student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, _ = inputs
-    batch, n_heads, n, head_dim = student_q.shape
-    kl = torch.empty(batch, n_heads, n, dtype=torch.float32, device=student_q.device)
-    parts = torch.empty(4, *kl.shape, dtype=torch.float32, device=kl.device)
-    block_d, block_n = width(head_dim), 128
-    _row_kl_hopper_fwd_kernel[(triton.cdiv(n, 128), batch * n_heads)](
+    student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility = inputs
+    kl, parts = triton_forward.empty_results(student_q)
+    block_d = width(student_q.shape[-1])
+    kind = kind_of(student_q, visibility)
+    each_part = parts.unbind()
+    launch = _launch(kind, student_k.shape[1], student_scale, teacher_scale)
+    launch(
         describe(student_q, 64, block_d),
-        describe(student_k, block_n, block_d),
+        describe(student_k, _BLOCK_N, block_d),
         describe(teacher_q, 64, block_d),
-        describe(teacher_k, block_n, block_d),
+        describe(teacher_k, _BLOCK_N, block_d),
         kl,
-        *parts,
-        student_scale * LOG2E,
-        teacher_scale * LOG2E,
-        n,
-        n_heads,
-        GROUP=n_heads // student_k.shape[1],
-        BLOCK_N=block_n,
+        *each_part,
+        visibility.document,
+        visibility.first,
+    )
+    triton_forward.repair(inputs, kl, each_part)
+    return kl, parts
+
+
+@lru_cache(maxsize=1024)
+def _launch(kind: Kind, n_kv_heads: int, student_scale: float, teacher_scale: float) -> Launch:
+    batch, n_heads, n, head_dim = kind.shape
+    block_d = width(head_dim)
+    return Launch(
+        _row_kl_hopper_fwd_kernel,
+        (triton.cdiv(n, 2 * 64), batch * n_heads),
+        (student_scale * LOG2E, teacher_scale * LOG2E, n, n_heads),
+        GROUP=n_heads // n_kv_heads,
+        BLOCK_N=_BLOCK_N,
         BLOCK_D=block_d,
         STAGES=2 if block_d == 128 else 4,
+        HAS_DOCUMENTS=kind.has_documents,
         num_warps=4,
     )
-    triton_forward.repair(inputs, kl, parts)
-    return kl, parts

@@ -1,6 +1,6 @@
 """Which inputs the Hopper kernels take. It imports no Gluon, which Triton before 3.6 has in another form."""
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -11,8 +11,8 @@ _TRITON = (3, 6)  # the first whose warp_specialize takes functions with their a
 _SUMS_BYTES = 32 * 2**20
 
 
-def runs_on_hopper(tensors: tuple[torch.Tensor, ...], visibility: Visibility) -> bool:
-    """Whether Hopper's kernels take the inputs: its GPU, 16 bits, head_dim up to 128, causal, no borders, aligned."""
+def runs_on_hopper(tensors: list[torch.Tensor], visibility: Visibility) -> bool:
+    """Whether Hopper's kernels take the inputs: its GPU, 16 bits, head_dim up to 128, causal, aligned."""
     x = tensors[0]
     return (
         x.is_cuda
@@ -20,7 +20,6 @@ def runs_on_hopper(tensors: tuple[torch.Tensor, ...], visibility: Visibility) ->
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[-1] <= 128
         and visibility.causal
-        and visibility.document is None
         and all(_fits_tma(y) for y in tensors)
     )
 
@@ -45,5 +44,10 @@ def _has_kernels(device: torch.device) -> bool:
 
 def _fits_tma(x: torch.Tensor) -> bool:
     """16-byte alignment of the start and of every stride that is walked."""
-    steps = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(step % 8 == 0 and step > 0 for step in steps)
+    return x.data_ptr() % 16 == 0 and _steps_fit_tma(x.shape, x.stride())
+
+
+@lru_cache(maxsize=1024)
+def _steps_fit_tma(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    steps = [stride for stride, size in zip(strides[:3], shape[:3], strict=True) if size > 1]
+    return all(step % 8 == 0 and step > 0 for step in steps)

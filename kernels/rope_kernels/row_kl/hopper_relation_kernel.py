@@ -11,6 +11,9 @@ in shared memory; one warpgroup multiplies it, C^T X into registers for the keys
 The queries' part adds up over blocks, in an order that no one controls. So that every run gives the same bits, it is
 added as 32-bit integers, by TMA, in units so small that a row's sum can never overflow: sum_j |P_s - P_t|_ij <= 2.
 Where C is to be multiplied from shared memory, shared memory's own bandwidth bounds the kernel, not the tensor cores.
+
+With documents a block stops at the tile of the last query that may see one of its keys. Where a group's keys are all of
+one document, which few groups' are not, behind the diagonal the document of a query alone says whether it sees them.
 """
 
 from triton._C.libtriton import ir
@@ -25,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_tiles import ROWS, async_load
+from .hopper_tiles import ROWS, async_load, documents_of, documents_of_queries, shared_document
 
 
 @builtin
@@ -91,11 +94,13 @@ def _difference_tile(
     row_j,
     part_ptrs,
     scales,
+    borders,
     GROUP_ID: gl.constexpr,
     DIAGONAL: gl.constexpr,
     S_STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
     N_GROUPS: gl.constexpr,
+    HAS_DOCUMENTS: gl.constexpr,
 ):
     """C of one tile to shared memory, given the student's scores; returns those of the next tile.
 
@@ -104,7 +109,10 @@ def _difference_tile(
     _, _, _, ring_t, c_ring, _, _, s_empty, t_full, t_empty, c_full, c_empty = memory
     shift_s_ptr, shift_t_ptr, weight_ptr = part_ptrs
     scale_s, scale_t = scales
+    document_ptr, n, of_all_keys = borders
     row_i = (first_tile + turn) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, zero.type.layout))
+    if HAS_DOCUMENTS:
+        of_queries = gl.expand_dims(documents_of_queries(document_ptr, row_i, n), 1)
     shift_s = gl.expand_dims(gl.load(shift_s_ptr + row_i), 1)
     shift_t = gl.expand_dims(gl.load(shift_t_ptr + row_i), 1)
     weight = gl.expand_dims(gl.load(weight_ptr + row_i), 1)
@@ -120,6 +128,15 @@ def _difference_tile(
     c = (p - gl.exp2(zt * scale_t + shift_t)) * weight
     if DIAGONAL:
         c = gl.where(gl.expand_dims(row_j, 0) <= gl.expand_dims(row_i, 1), c, 0.0)
+    # selected, not multiplied: where a pair is not visible, its exponentials may be inf
+    if HAS_DOCUMENTS and DIAGONAL:
+        if of_all_keys == -2:
+            of_keys = gl.load(document_ptr + row_j, mask=row_j < n, other=-1)
+            c = gl.where(gl.expand_dims(of_keys, 0) == of_queries, c, 0.0)
+        else:
+            c = gl.where(of_queries == of_all_keys, c, 0.0)
+    elif HAS_DOCUMENTS:
+        c = gl.where(of_queries == of_all_keys, c, 0.0)
     buffer = turn & 1  # two tiles of C: one is formed while the other is multiplied
     mbarrier.wait(c_empty.index(buffer), ((turn >> 1) & 1) ^ 1)
     c_ring.index(buffer * N_GROUPS + GROUP_ID).store(c.to(c_ring.dtype))
@@ -138,30 +155,39 @@ def _differences(
     scales,
     first_tile,
     n_turns,
+    document_ptr,
+    n,
     BLOCK_D: gl.constexpr,
     S_STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
     N_GROUPS: gl.constexpr,
+    HAS_DOCUMENTS: gl.constexpr,
 ):
     """A warpgroup that forms C of its 64 keys, tile by tile of queries; the first tiles hold the diagonal."""
     own_s, own_t, _, _, _, own_full, _, _, _, _, _, _ = memory
     Z: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     row_j = (first_tile + GROUP_ID) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, Z))
     zero = gl.zeros([ROWS, ROWS], gl.float32, Z)
+    of_all_keys = 0
+    if HAS_DOCUMENTS:
+        of_all_keys = shared_document(documents_of(document_ptr, (first_tile + GROUP_ID) * ROWS, n, ROWS))
+    borders = (document_ptr, n, of_all_keys)
     mbarrier.wait(own_full, 0)
     s_j = own_s.index(GROUP_ID).reshape([ROWS, BLOCK_D])
     t_j = own_t.index(GROUP_ID).reshape([ROWS, BLOCK_D])
     diagonal = gl.minimum(n_turns, N_GROUPS)  # later tiles of queries see all of the block's keys
+    if HAS_DOCUMENTS:
+        diagonal = gl.where(of_all_keys == -2, n_turns, diagonal)
     zs = warpgroup_mma_wait(0, deps=[_student_scores(0, s_j, memory, zero, S_STAGES)])
     for turn in range(0, diagonal):
         zs = _difference_tile(
-            turn, n_turns, first_tile, zs, s_j, t_j, memory, zero, row_j, part_ptrs, scales, GROUP_ID, True, S_STAGES,
-            T_STAGES, N_GROUPS,
+            turn, n_turns, first_tile, zs, s_j, t_j, memory, zero, row_j, part_ptrs, scales, borders, GROUP_ID, True,
+            S_STAGES, T_STAGES, N_GROUPS, HAS_DOCUMENTS,
         )  # fmt: skip
     for turn in range(diagonal, n_turns):
         zs = _difference_tile(
-            turn, n_turns, first_tile, zs, s_j, t_j, memory, zero, row_j, part_ptrs, scales, GROUP_ID, False, S_STAGES,
-            T_STAGES, N_GROUPS,
+            turn, n_turns, first_tile, zs, s_j, t_j, memory, zero, row_j, part_ptrs, scales, borders, GROUP_ID, False,
+            S_STAGES, T_STAGES, N_GROUPS, HAS_DOCUMENTS,
         )  # fmt: skip
 
 
@@ -283,6 +309,8 @@ def relation_kl_hopper_bwd_kernel(
     weight_ptr,
     quantum_ptr,
     top_ptr,
+    document_ptr,
+    end_ptr,
     sum_desc,
     out_ptr,
     padded_n,
@@ -303,6 +331,7 @@ def relation_kl_hopper_bwd_kernel(
     OUT_STAGES: gl.constexpr,
     N_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    HAS_DOCUMENTS: gl.constexpr,
 ):
     """The keys' part of 64 N_GROUPS rows to `out`, and what they give to the queries' part to the integer sums."""
     # heads side by side, the longest blocks of all first: short ones fill the gaps at the end
@@ -312,6 +341,13 @@ def relation_kl_hopper_bwd_kernel(
     batch = head // n_heads
     own_head = head % n_heads
     n_turns = gl.cdiv(n, ROWS) - first_tile  # tiles of queries from the diagonal to the end
+    if HAS_DOCUMENTS:
+        document_ptr += batch.to(gl.int64) * n
+        key = first_tile * ROWS + gl.arange(0, 4 * ROWS, gl.BlockedLayout([2], [32], [4], [0]))
+        own = (key < n) & (key < (first_tile + N_GROUPS) * ROWS)
+        valid = gl.load(document_ptr + key, mask=own, other=-1) >= 0  # nothing sees padding
+        end = gl.load(end_ptr + batch.to(gl.int64) * n + key, mask=valid, other=0)
+        n_turns = gl.maximum(gl.minimum(gl.cdiv(gl.max(end, 0), ROWS) - first_tile, n_turns), 1)
     memory = _shared(s_desc, t_desc, S_STAGES, T_STAGES, N_GROUPS)
     staging = gl.allocate_shared_memory(gl.int32, [OUT_STAGES] + sum_desc.block_shape, sum_desc.layout)
     start = head.to(gl.int64) * padded_n
@@ -332,11 +368,17 @@ def relation_kl_hopper_bwd_kernel(
                 ),
                 (
                     _differences,
-                    (0, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
+                    (
+                        0, memory, part_ptrs, scales, first_tile, n_turns, document_ptr, n, BLOCK_D, S_STAGES,
+                        T_STAGES, N_GROUPS, HAS_DOCUMENTS,
+                    ),
                 ),
                 (
                     _differences,
-                    (1, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
+                    (
+                        1, memory, part_ptrs, scales, first_tile, n_turns, document_ptr, n, BLOCK_D, S_STAGES,
+                        T_STAGES, N_GROUPS, HAS_DOCUMENTS,
+                    ),
                 ),
                 (_load, (s_desc, t_desc, memory, batch, own_head, first_tile, n_turns, S_STAGES, T_STAGES, N_GROUPS)),
             ],
@@ -356,15 +398,24 @@ def relation_kl_hopper_bwd_kernel(
                 ),
                 (
                     _differences,
-                    (0, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
+                    (
+                        0, memory, part_ptrs, scales, first_tile, n_turns, document_ptr, n, BLOCK_D, S_STAGES,
+                        T_STAGES, N_GROUPS, HAS_DOCUMENTS,
+                    ),
                 ),
                 (
                     _differences,
-                    (1, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
+                    (
+                        1, memory, part_ptrs, scales, first_tile, n_turns, document_ptr, n, BLOCK_D, S_STAGES,
+                        T_STAGES, N_GROUPS, HAS_DOCUMENTS,
+                    ),
                 ),
                 (
                     _differences,
-                    (2, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
+                    (
+                        2, memory, part_ptrs, scales, first_tile, n_turns, document_ptr, n, BLOCK_D, S_STAGES,
+                        T_STAGES, N_GROUPS, HAS_DOCUMENTS,
+                    ),
                 ),
                 (_load, (s_desc, t_desc, memory, batch, own_head, first_tile, n_turns, S_STAGES, T_STAGES, N_GROUPS)),
             ],

@@ -1,10 +1,14 @@
 """Triton backward of `attention_map_kl`: one kernel for the gradient to queries, one for that to keys."""
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .triton_tiles import LOG2E, difference, launch_options, visible
+from ..common.launches import Launch
+from .triton_tiles import LOG2E, Kind, difference, kind_of, launch_options, visible
 from .visibility import Visibility
 
 
@@ -226,35 +230,28 @@ def attention_map_kl_backward(
     visibility: Visibility,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients to `student_q` and `student_k` in their dtype and layout, given float32 `grad` [batch, n_heads, n]."""
-    batch, n_heads, n, _ = student_q.shape
-    n_kv_heads = student_k.shape[1]
-    grad_q, grad_k = torch.empty_like(student_q), torch.empty_like(student_k)
-    options = launch_options(student_q, visibility, "backward")
-    tiles = triton.cdiv(n, options["BLOCK_M"])
-    for kernel, out, heads in (
-        (_attention_kl_dq_kernel, grad_q, n_heads),
-        (_attention_kl_dk_kernel, grad_k, n_kv_heads),
-    ):
-        kernel[(tiles, batch * heads)](
-            student_q,
-            student_k,
-            teacher_q,
-            teacher_k,
-            *parts,
-            grad.contiguous(),
-            out,
-            *visibility.tensors,
-            student_scale * LOG2E,
-            teacher_scale * LOG2E,
-            student_scale,
-            n,
-            n_heads,
-            *student_q.stride()[:3],
-            *student_k.stride()[:3],
-            *teacher_q.stride()[:3],
-            *teacher_k.stride()[:3],
-            *out.stride()[:3],
-            GROUP=n_heads // n_kv_heads,
-            **options,
-        )
-    return grad_q, grad_k
+    inputs = (student_q, student_k, teacher_q, teacher_k)
+    grads = torch.empty_like(student_q), torch.empty_like(student_k)
+    strides = tuple(x.stride() for x in (*inputs, *grads))
+    launches = _launches(kind_of(student_q, visibility), student_k.shape[1], strides, student_scale, teacher_scale)
+    for launch, out in zip(launches, grads, strict=True):
+        launch(*inputs, *parts.unbind(), grad.contiguous(), out, *visibility.tensors)
+    return grads
+
+
+@lru_cache(maxsize=1024)
+def _launches(
+    kind: Kind, n_kv_heads: int, strides: tuple[tuple[int, ...], ...], student_scale: float, teacher_scale: float
+) -> tuple[Launch, Launch]:
+    """Of the gradient to queries, and of that to keys."""
+    batch, n_heads, n, _ = kind.shape
+    options = launch_options(kind, "backward")
+    scales = (student_scale * LOG2E, teacher_scale * LOG2E, student_scale)
+    *of_inputs, of_queries, of_keys = (stride[:3] for stride in strides)
+
+    def launch(kernel: Any, heads: int, of_out: tuple[int, ...]) -> Launch:
+        grid = (triton.cdiv(n, options["BLOCK_M"]), batch * heads)
+        steps = (x for each in (*of_inputs, of_out) for x in each)
+        return Launch(kernel, grid, (*scales, n, n_heads, *steps), GROUP=n_heads // n_kv_heads, **options)
+
+    return launch(_attention_kl_dq_kernel, n_heads, of_queries), launch(_attention_kl_dk_kernel, n_kv_heads, of_keys)

@@ -3,11 +3,15 @@
 Imported where one of them is called on a GPU. `triton_tiles` explains the parts of a softmax.
 """
 
+from collections.abc import Iterable
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from .triton_tiles import LOG2E, launch_options, visible
+from ..common.launches import Launch
+from .triton_tiles import LOG2E, Kind, kind_of, launch_options, visible
 from .visibility import Visibility
 
 
@@ -172,38 +176,47 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, fl
 
 def row_kl_forward(*inputs: *Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """KL of each row, float32 [batch, n_heads, n], and the parts of its softmaxes, float32 [4, batch, n_heads, n]."""
-    kl = torch.empty(inputs[0].shape[:3], dtype=torch.float32, device=inputs[0].device)
-    parts = torch.empty(4, *kl.shape, dtype=torch.float32, device=kl.device)
-    _launch_forward(inputs, kl, parts, repair=False)
+    kl, parts = empty_results(inputs[0])
+    _launch_forward(inputs, kl, parts.unbind(), repair=False)
     return kl, parts
 
 
-def repair(inputs: Inputs, kl: torch.Tensor, parts: torch.Tensor) -> None:
+def repair(inputs: Inputs, kl: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
     """Recompute, in place, the blocks of `kl` and `parts` in which `kl` has a nan."""
     _launch_forward(inputs, kl, parts, repair=True)
 
 
-def _launch_forward(inputs: Inputs, kl: torch.Tensor, parts: torch.Tensor, repair: bool) -> None:
+def empty_results(student_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels write: KL and parts."""
+    shape = student_q.shape[:3]
+    kl = torch.empty(shape, dtype=torch.float32, device=student_q.device)
+    return kl, torch.empty((4, *shape), dtype=torch.float32, device=student_q.device)
+
+
+def _launch_forward(inputs: Inputs, kl: torch.Tensor, parts: Iterable[torch.Tensor], repair: bool) -> None:
     student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility = inputs
-    batch, n_heads, n, _ = student_q.shape
-    options = launch_options(student_q, visibility, "forward")
-    _row_kl_fwd_kernel[(triton.cdiv(n, options["BLOCK_M"]), batch * n_heads)](
-        student_q,
-        student_k,
-        teacher_q,
-        teacher_k,
-        kl,
-        *parts,
-        *visibility.tensors,
-        student_scale * LOG2E,
-        teacher_scale * LOG2E,
-        n,
-        n_heads,
-        *student_q.stride()[:3],
-        *student_k.stride()[:3],
-        *teacher_q.stride()[:3],
-        *teacher_k.stride()[:3],
-        GROUP=n_heads // student_k.shape[1],
+    strides = (student_q.stride(), student_k.stride(), teacher_q.stride(), teacher_k.stride())
+    kind = kind_of(student_q, visibility)
+    launch = _launch(kind, student_k.shape[1], strides, student_scale, teacher_scale, repair)
+    launch(student_q, student_k, teacher_q, teacher_k, kl, *parts, *visibility.tensors)
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    kind: Kind,
+    n_kv_heads: int,
+    strides: tuple[tuple[int, ...], ...],
+    student_scale: float,
+    teacher_scale: float,
+    repair: bool,
+) -> Launch:
+    batch, n_heads, n, _ = kind.shape
+    options = launch_options(kind, "forward")
+    return Launch(
+        _row_kl_fwd_kernel,
+        (triton.cdiv(n, options["BLOCK_M"]), batch * n_heads),
+        (student_scale * LOG2E, teacher_scale * LOG2E, n, n_heads, *(x for each in strides for x in each[:3])),
+        GROUP=n_heads // n_kv_heads,
         REPAIR=repair,
         **options,
     )

@@ -1,10 +1,13 @@
 """Triton backward of `relation_kl`: the gradient to rows that are queries and keys at once."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from .triton_tiles import LOG2E, difference, launch_options
+from ..common.launches import Launch
+from .triton_tiles import LOG2E, Kind, difference, kind_of, launch_options
 from .visibility import Visibility
 
 
@@ -82,7 +85,7 @@ def _sweep(
     return acc
 
 
-@triton.jit(do_not_specialize=["n", "n_heads"])
+@triton.jit(do_not_specialize=["n", "n_heads", "padded_n"])
 def _relation_kl_bwd_kernel(
     s_ptr,
     t_ptr,
@@ -95,6 +98,8 @@ def _relation_kl_bwd_kernel(
     document_ptr,
     first_ptr,
     end_ptr,
+    unit_ptr,
+    padded_n,
     scale_s,
     scale_t,
     factor,
@@ -116,14 +121,20 @@ def _relation_kl_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    REPAIR: tl.constexpr,
 ):
     """Gradient to one block of rows in both of their roles, by the symmetry of X X^T, without atomics.
 
     As queries they own the softmax; as keys they are read by other rows, whose softmax counts.
-    With C = P_s - P_t times the rows' incoming gradient, dX_i = scale sum_j (C_ij + C_ji) X_j.
+    With C = P_s - P_t times the rows' incoming gradient, dX_i = scale sum_j (C_ij + C_ji) X_j. With REPAIR, only heads
+    whose unit is not finite are computed.
     """
     block = tl.program_id(0)  # row i meets i keys and n - i queries: all blocks take equally long
     head = tl.program_id(1)
+    if REPAIR:
+        unit = tl.load(unit_ptr + head.to(tl.int64) * padded_n)
+        if tl.abs(unit) < float("inf"):  # which nan is not
+            return
     batch = (head // n_heads).to(tl.int64)
     own_head = (head % n_heads).to(tl.int64)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -193,24 +204,40 @@ def relation_kl_backward(
     visibility: Visibility,
 ) -> torch.Tensor:
     """Gradient to `student` in its dtype and layout, given float32 `grad` [batch, n_heads, n]."""
-    batch, n_heads, n, _ = student.shape
     grad_s = torch.empty_like(student)
-    options = launch_options(student, visibility, "backward")
-    _relation_kl_bwd_kernel[(triton.cdiv(n, options["BLOCK_M"]), batch * n_heads)](
-        student,
-        teacher,
-        *parts,
-        grad.contiguous(),
-        grad_s,
-        *visibility.tensors,
-        student_scale * LOG2E,
-        teacher_scale * LOG2E,
-        student_scale,
-        n,
-        n_heads,
-        *student.stride()[:3],
-        *teacher.stride()[:3],
-        *grad_s.stride()[:3],
+    inputs = (grad.contiguous(), student, teacher, parts, student_scale, teacher_scale, visibility)
+    _launch_backward(inputs, grad_s, None)
+    return grad_s
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, float, Visibility]
+"""Arguments of `relation_kl_backward`, the gradient contiguous."""
+
+
+def repair(inputs: Inputs, grad_s: torch.Tensor, unit: torch.Tensor) -> None:
+    """Recompute, in place, the gradient of heads whose first `unit`, [batch * n_heads, padded_n], is not finite."""
+    _launch_backward(inputs, grad_s, unit)
+
+
+def _launch_backward(inputs: Inputs, grad_s: torch.Tensor, unit: torch.Tensor | None) -> None:
+    grad, student, teacher, parts, student_scale, teacher_scale, visibility = inputs
+    strides = (student.stride(), teacher.stride(), grad_s.stride())
+    padded_n = None if unit is None else unit.shape[1]
+    launch = _launch(kind_of(student, visibility), strides, student_scale, teacher_scale, padded_n)
+    launch(student, teacher, *parts.unbind(), grad, grad_s, *visibility.tensors, unit)
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    kind: Kind, strides: tuple[tuple[int, ...], ...], student_scale: float, teacher_scale: float, padded_n: int | None
+) -> Launch:
+    batch, n_heads, n, _ = kind.shape
+    options = launch_options(kind, "backward")
+    scales = (student_scale * LOG2E, teacher_scale * LOG2E, student_scale)
+    return Launch(
+        _relation_kl_bwd_kernel,
+        (triton.cdiv(n, options["BLOCK_M"]), batch * n_heads),
+        (padded_n or 0, *scales, n, n_heads, *(x for each in strides for x in each[:3])),
+        REPAIR=padded_n is not None,
         **options,
     )
-    return grad_s

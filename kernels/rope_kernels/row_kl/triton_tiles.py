@@ -60,20 +60,35 @@ def difference(zs, zt, top_s, log_sum_s, top_t, log_sum_t, scale_s, scale_t):
     return tl.exp2(zs * scale_s - top_s - log_sum_s) - tl.exp2(zt * scale_t - top_t - log_sum_t)
 
 
-def launch_options(x: torch.Tensor, visibility: Visibility, stage: Stage) -> dict[str, Any]:
+class Kind(NamedTuple):
+    """What of a call, beside strides and scales, decides how kernels are launched."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    causal: bool
+    has_documents: bool
+
+
+def kind_of(student_q: torch.Tensor, visibility: Visibility) -> Kind:
+    """The kind of a call."""
+    return Kind(student_q.shape, student_q.dtype, student_q.device, visibility.causal, visibility.document is not None)
+
+
+def launch_options(kind: Kind, stage: Stage) -> dict[str, Any]:
     """Tiles and compile-time facts of a launch."""
-    head_dim = x.shape[-1]
+    head_dim = kind.shape[-1]
     block_d = max(16, triton.next_power_of_2(head_dim))
-    tiles = tiles_of(block_d, x.element_size(), stage, *_shared_memory(x.device))
+    tiles = tiles_of(block_d, kind.dtype.itemsize, stage, *_shared_memory(kind.device))
     return {
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
-        "CAUSAL": visibility.causal,
-        "HAS_DOCUMENTS": visibility.document is not None,
+        "CAUSAL": kind.causal,
+        "HAS_DOCUMENTS": kind.has_documents,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         # tensor cores would round float32 to 10 bits
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if kind.dtype == torch.float32 else "tf32",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }

@@ -66,7 +66,8 @@ class Visibility:
         first = torch.where(begins, index, 0).cummax(1).values
         ends = torch.ones_like(begins)
         ends[:, :-1] = begins[:, 1:]
-        end = torch.where(ends, index + 1, seq_len).flip(1).cummin(1).values.flip(1)  # the next end at or after a token
+        after = torch.where(ends, index, seq_len).flip(1).cummin(1).values.flip(1)  # the next end at or after a token
+        end = last.gather(1, after) + 1  # without the padding behind a document
         # renumbered, so that no two runs share a number
         runs = torch.where(document >= 0, begins.cumsum(1), -1)
         return cls(causal, *(x.int().contiguous() for x in (runs, first, end)))

@@ -131,7 +131,7 @@ def call(operator, change):
         ({"student": torch.zeros(1, 2, 8, 32, dtype=torch.int64)}, "student must be .* float64, got .* torch.int64"),
         ({"teacher": torch.zeros(1, 2, 8, 16)}, r"teacher must be \[1, 2, 8, 32\] torch.float32.*got \[1, 2, 8, 16\]"),
         ({"teacher": torch.zeros(1, 2, 8, 32).half()}, "teacher must be .* as student is, got .*torch.float16"),
-        ({"teacher": None}, r"teacher must be \[1, 2, 8, 32\] torch.float32 on cpu, a tensor, got None"),
+        ({"teacher": None}, r"teacher must be \[1, 2, 8, 32\] torch.float32 on cpu as student is, got None"),
         ({"key_mask": torch.ones(1, 7, dtype=torch.bool)}, r"key_mask must be \[1, 8\] bool on cpu, got \[1, 7\]"),
         ({"key_mask": torch.ones(1, 8)}, "key_mask must be .* bool .* got .*float32"),
         ({"key_mask": [True] * 8}, r"key_mask must be \[1, 8\] bool on cpu, a tensor, got \[True, "),

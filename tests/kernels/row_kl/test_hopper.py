@@ -21,7 +21,7 @@ def require_hopper(*tensors):
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    assert runs_on_hopper(tensors, Visibility(True))
+    assert runs_on_hopper(list(tensors), Visibility(True))
 
 
 @settings(max_examples=40, deadline=None)
