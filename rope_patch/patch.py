@@ -125,7 +125,7 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
             remedy = (
                 f"pass max_position_embeddings to {chosen.name!r} to write another"
                 if hasattr(chosen, "max_position_embeddings")
-                else f"{chosen.name!r} writes no other, as its target_window says none"
+                else f"{chosen.name!r} has no option that changes it, so tell such a program the longer window"
             )
             logger.warning(
                 f"The config still has max_position_embeddings={parameters.max_position_embeddings}, where programs "

@@ -43,9 +43,11 @@ class Claim:
     limits: str
 
     def row(self, by_arm: dict[str, dict[int, Run]]) -> str:
-        """Its row of a table."""
-        low, high = by_arm[self.lower], by_arm[self.higher]
+        """Its row of a table, without figures where an arm has not been run."""
+        low, high = by_arm.get(self.lower, {}), by_arm.get(self.higher, {})
         pairs = [(self.value(low[seed]), self.value(high[seed])) for seed in sorted(low.keys() & high.keys())]
+        if not pairs:
+            return f"| {self.says} | {self.paper} | - | {held([])} | {self.limits} |"
         means = " < ".join(f"{fmean(column):.{self.digits}f}" for column in zip(*pairs, strict=True))
         if not fmean(a for a, _ in pairs) < fmean(b for _, b in pairs):
             means = means.replace(" < ", ", ")

@@ -105,7 +105,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
 
 
 def endprompt_forms(window: int, target: int, cues: Mapping[str, int]) -> dict[str, Method]:
-    """EndPrompt with the paper's other cues, and with the last tokens of the body in place of one.
+    """EndPrompt with the paper's other cues, one that counts less, and the last tokens of the body in place of one.
 
     "b=0", "endprompt", whose cue is the sentence, "et(pose)", which has it whole at random places, as the authors'
     code, and "pose" are in `methods`. "et(pose), parts" has two parts of it there. The authors' code moves the last 20
@@ -122,8 +122,15 @@ def endprompt_forms(window: int, target: int, cues: Mapping[str, int]) -> dict[s
         for name, n in cues.items()
         if name != CUE
     }
-    parts = {"target": target, "placement": "parts"}
-    forms["et(pose), parts"] = Method({**end, "view_args": parts, "cue": CUE}, window - cues[CUE], window)
+    with_sentence = {
+        "et(pose), parts": {"view_args": {"target": target, "placement": "parts"}},
+        # the paper weighs the cue less than the text, by how much it does not say
+        "cue weight 0.1": {"view_args": {"target": target}, "objective_args": {"cue_weight": 0.1}},
+    }
+    forms |= {
+        name: Method({**end, **fields, "cue": CUE}, window - cues[CUE], window)
+        for name, fields in with_sentence.items()
+    }
     for b in (1, 11, 20, 64, 512):
         forms[f"last {b}"] = Method({**end, "view_args": {"target": target, "cue_tokens": b}}, window, window)
     return forms

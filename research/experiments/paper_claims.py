@@ -1,14 +1,17 @@
 """What four papers claim, and what was found here: the tables of research/results/papers.md, from files beside it.
 
-Run: python research/experiments/paper_claims.py
+Run: python research/experiments/paper_claims.py [--write]
 
 The papers' figures are of larger models and other measures: orders are compared, not figures (`claims.Claim`).
 """
 
+import argparse
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
-from claims import RESULTS, Claim, Run, Value, found, kept, table, written
+from claims import HEAD, RESULTS, Claim, Run, Value, found, kept, table, written
 from keeping_questions import KEYS
 from posaug_results import penalties
 from restoration_results import ruler_scores
@@ -148,6 +151,45 @@ def linear_ard_qkv() -> str:
     return table("LinearARD with rates tuned alike", claims, arms)
 
 
+def linear_ard_lora() -> str:
+    """Restoring by the authors' adapters in both stages, at their rate."""
+    regime = "pi4 lora 1024/2048"
+    arms = runs_by_seed(read_lines(RESULTS / "restoration-qkv-h200.jsonl", RESULTS / "restoration-lora-h200.jsonl"))
+    short, passkeys = kept(arms["native"][0]), written("passkey", 8192)
+    arms["pi4"] = dict.fromkeys((0, 1, 2), arms["pi4"][0])  # the same beside each seed of what is trained
+
+    def within(run: Run) -> float:
+        return mean_of(run["loss_by_position"], 64, 8192)
+
+    control, alone, of_prompts = f"{regime} clm", f"{regime} cpt", "104 prompts of 8192 tokens, as written"
+    claims = [
+        Claim(
+            "of short text, 4.25M tokens bring back most of what PI 4x lost", "54.9 < 94.2", "pi4", regime, short, 1,
+            "rate, adapters and tokens are the authors'; the model is not",
+        ),
+        Claim(
+            "at equal tokens more than next-token training", "not in the paper", control, regime, short, 1,
+            "of the same adapters at the same rate",
+        ),
+        Claim(
+            "more than long rows without a first stage", "not in the paper", alone, regime, short, 1,
+            "of as many tokens",
+        ),
+        Claim(
+            "loss on books is lower than that of next-token training", "not in the paper", regime, control, within, 3,
+            "within the window",
+        ),
+        Claim(
+            "more passkeys than next-token training", "not in the paper", control, regime, passkeys, 2, of_prompts,
+        ),
+        Claim(
+            "the adapters bring back more than our rate without them", "not in the paper", "pi4 qkv", regime, short, 1,
+            "of the projections themselves, at 1e-3 in both stages",
+        ),
+    ]  # fmt: skip
+    return table("LinearARD with the authors' adapters and rate", claims, arms)
+
+
 def posaug() -> str:
     """Augmented positions, from scratch."""
     runs = read_lines(RESULTS / "posaug-from-scratch-h200.jsonl")
@@ -192,6 +234,15 @@ def posaug() -> str:
         Claim(
             "far context is used", "-0.71 < 2.51, of 42.5M", "baseline", "uniform", gain, 3,
             f"nats over 512 tokens, exact here: it does no harm, and {unused}",
+        ),
+        Claim("one factor of 4 does more", "0.58 < 1.07, at 8K", "fixed-4", "uniform", cliff, 3, "`--arms fixed-4`"),
+        Claim(
+            "so does a step curriculum over a wider range", "0.24 < 0.72, at 8K", "step 1/16..16", "step", cliff, 3,
+            '`--arms "step 1/16..16"`; with exams among the rows it is below',
+        ),
+        Claim(
+            "a random base does something", "1.09 < 2.28, at 8K", "random-base", "baseline", cliff, 3,
+            "`--arms random-base`",
         ),
     ]  # fmt: skip
     return table("PosAug", claims, arms)
@@ -332,6 +383,42 @@ def endprompt() -> str:
     return table("EndPrompt", claims, arms)
 
 
+def endprompt_under_pi() -> str:
+    """The same under PI, the paper's RoPE scaling."""
+    runs = read_lines(RESULTS / "extension-h200.jsonl", RESULTS / "extension-pi-h200.jsonl")
+    arms = runs_by_seed([run for run in runs if (run["schedule"], run["target"]) == ("pi", 65536)], "method")
+    arms["none"] = dict.fromkeys((0, 1, 2), arms["none"][0])  # the same beside each seed of what is trained
+
+    def near_loss(run: Run) -> float:
+        return mean_of(run["loss_by_position"], 64, 8192)
+
+    less = "loss here, where less is better; 2.1M tokens"
+    claims = [
+        Claim(
+            "training brings back what PI 8x lost", "not in the paper", "endprompt", "none", far_loss, 3,
+            f"{less}, on which no method finds a passkey",
+        ),
+        Claim(
+            "short rows with a cue do more than rows of full length",
+            "69.2 < 76.0; at 64K 49.7, 43.7, implied by its means", "endprompt", "full length", far_loss, 3, less,
+        ),
+        Claim("and within the window", "78.9 < 87.1", "endprompt", "full length", near_loss, 3, less),
+        Claim(
+            "the cue is what teaches: without one the loss is higher", "not in the paper", "endprompt", "b=0",
+            far_loss, 3, less,
+        ),
+        Claim(
+            "a cue that counts less than the text does as well", "it does not say how much less", "cue weight 0.1",
+            "endprompt", far_loss, 3, f"{less}; a tenth",
+        ),
+        Claim("the end-of-turn token does more", "76.0 < 76.5", "cue end-of-turn", "endprompt", far_loss, 3, less),
+        Claim("cues at random places do more", "76.0 < 79.4", "et(pose)", "endprompt", far_loss, 3, f"{less}; {WHOLE}"),
+        Claim("and in parts, as in the paper", "76.0 < 79.4", "et(pose), parts", "endprompt", far_loss, 3, less),
+        Claim("PoSE does more", "76.0 < 78.9", "pose", "endprompt", far_loss, 3, less),
+    ]  # fmt: skip
+    return table("EndPrompt under PI", claims, arms)
+
+
 def endprompt_of_more() -> str:
     """EndPrompt, its control and PoSE on 16 times the tokens."""
     files = [RESULTS / f"endprompt-33m-{gpu}.jsonl" for gpu in ("h200", "h100")]
@@ -397,13 +484,43 @@ def tables() -> list[str]:
         rpsd_farther(),
         linear_ard(),
         linear_ard_qkv(),
+        linear_ard_lora(),
         posaug(),
         posaug_with_exams(),
         endprompt(),
+        endprompt_under_pi(),
         endprompt_of_more(),
         second_model(),
     ]
 
 
+def rewrite(page: str, made: Sequence[str], readmes: dict[Path, str]) -> tuple[str, dict[Path, str]]:
+    """The page with these tables in place of those under the same titles, and READMEs with its new rows."""
+    for text in made:
+        title, new = text.split("\n\n")
+        begin = page.index(HEAD, page.index(f"{title}\n"))
+        old = page[begin:].partition("\n\n")[0].rstrip("\n")
+        page = page[:begin] + new + page[begin + len(old) :]
+        claims = [row.rsplit(" | ", 3)[0] for row in new.splitlines()]
+        now = {claim: row for claim, row in zip(claims, new.splitlines(), strict=True) if claims.count(claim) == 1}
+        for was in old.splitlines():
+            row = now.get(was.rsplit(" | ", 3)[0], was)
+            readmes = {file: lines.replace(was, row) for file, lines in readmes.items()}
+    return page, readmes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put them into papers.md and examples/papers/*/README.md")
+    if not parser.parse_args().write:
+        print("\n\n".join(tables()))
+        return
+    papers = RESULTS / "papers.md"
+    readmes = {file: file.read_text() for file in RESULTS.parents[1].glob("examples/papers/*/README.md")}
+    page, readmes = rewrite(papers.read_text(), tables(), readmes)
+    for file, text in {papers: page, **readmes}.items():
+        file.write_text(text)
+
+
 if __name__ == "__main__":
-    print("\n\n".join(tables()))
+    main()

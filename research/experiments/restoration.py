@@ -47,6 +47,7 @@ from harness import (
     load,
     logged,
     require,
+    short_texts_at_once,
     show,
     study_parser,
     train,
@@ -154,7 +155,7 @@ def measure(model: Any, args: argparse.Namespace, data: Data, parts: Parts) -> L
                 data.tokenizer,
                 data=args.short_data,
                 limit=args.limit,
-                batch_size=16,  # all logits of a batch are held in float32, three times
+                batch_size=short_texts_at_once(model),
                 chat_template="off",
                 remember=parts.remember,
             )

@@ -1,6 +1,7 @@
 """Tables of pages of results are those of their files."""
 
 import re
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -9,6 +10,7 @@ from support.pages import RESULTS, lines_of, text_of
 import keeping_results
 import paper_claims
 import reply_noise
+from claims import HEAD, Claim
 from rope_patch.eval.results.paired import paired_interval
 
 
@@ -133,6 +135,29 @@ def test_what_is_said_of_the_papers_is_what_the_files_hold():
     for table in paper_claims.tables():
         title, rows = table.split("\n\n")
         assert title in page and rows in page
+
+
+def test_new_tables_take_the_place_of_old_ones_on_the_page_and_in_readmes():
+    def table(figures, more=""):
+        return f"## A paper\n\n{HEAD}\n|---|---|---|---|---|\n| it helps | 1 < 2 | {figures} | a limit |{more}"
+
+    page = (
+        f"Words.\n\n## A paper\n\nAn introduction.\n\n{table('- | not run').partition(chr(10) * 2)[2]}\n\n## Another\n"
+    )
+    readme = {Path("README.md"): "Ours:\n\n| it helps | 1 < 2 | - | not run | a limit |\n\nMore."}
+    new = table("3.0 < 4.0 | 1 of 1 seeds", "\n| and more | 1 < 2 | - | not run | a limit |")
+    written, readmes = paper_claims.rewrite(page, [new], readme)
+    assert written == f"Words.\n\n## A paper\n\nAn introduction.\n\n{new.partition(chr(10) * 2)[2]}\n\n## Another\n"
+    assert readmes[Path("README.md")] == "Ours:\n\n| it helps | 1 < 2 | 3.0 < 4.0 | 1 of 1 seeds | a limit |\n\nMore."
+
+
+def test_a_claim_of_an_arm_that_has_not_been_run_has_no_figures():
+    claim = Claim("it helps", "1 < 2", "control", "ours", lambda run: run["loss"], 1, "a limit")
+    control = {0: {"loss": 3.0}}
+    assert claim.row({"control": control}) == "| it helps | 1 < 2 | - | not run | a limit |"
+    assert claim.row({"control": control, "ours": {0: {"loss": 4.0}}}) == (
+        "| it helps | 1 < 2 | 3.0 < 4.0 | 1 of 1 seeds | a limit |"
+    )
 
 
 def test_seconds_of_retrieval_are_those_of_the_file():

@@ -192,7 +192,11 @@ def test_a_second_rescaling_that_names_no_window_declares_the_native_one():
     ("method", "options", "remedy"),
     [
         ("abf", {"theta": 1e6}, "pass max_position_embeddings to 'abf' to write another."),
-        ("dynamic-ntk", {"factor": FACTOR}, "'dynamic-ntk' writes no other, as its target_window says none."),
+        (
+            "dynamic-ntk",
+            {"factor": FACTOR},
+            "'dynamic-ntk' has no option that changes it, so tell such a program the longer window.",
+        ),
     ],
 )
 def test_a_window_that_stays_is_told_with_what_can_be_done(method, options, remedy, caplog):
