@@ -405,7 +405,8 @@ def summary(figures: dict[str, Any]) -> str:
             of_lengths = zip(*figures[name]["scores"].values(), strict=True)
             means = [fmean(map(fmean, of_tasks)) for of_tasks in of_lengths]
             lines.append(
-                f"  {shown:12} " + "  ".join(f"{n} {m:.3f}" for n, m in zip(figures[name]["lengths"], means, strict=True))
+                f"  {shown:12} "
+                + "  ".join(f"{n} {m:.3f}" for n, m in zip(figures[name]["lengths"], means, strict=True))
             )
     if "squad" in figures:
         lines.append(f"  questions about paragraphs {fmean(figures['squad']['scores']):.3f}")

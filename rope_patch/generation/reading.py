@@ -18,8 +18,8 @@ from .kv_rows import KVRows
 _TOGETHER = {"cuda": 16384, "cpu": 256}
 _CHUNK = 16384  # tokens of a prompt that one forward reads
 _LEAST_CHUNK = 1024
-# A long prompt is read from a multiple of so many tokens to another: cuDNN's attention, the fastest on a GPU, plans anew
-# for each length (attention/prefix.py).
+# A long prompt is read from a multiple of so many tokens to another, as cuDNN's attention, the fastest on a GPU, plans
+# anew for each length (attention/prefix.py).
 _ROUND = {"cuda": 2048, "cpu": 1}
 # Keys and values that are held at once. It is the same on each machine, because a reply can change with the number of
 # rows beside it: in 16 bits a matrix product of other rows rounds otherwise.
