@@ -74,7 +74,7 @@ from rope_patch.eval.measures.harness import require_lm_eval
 from rope_patch.eval.measures.ruler_prompts import TASKS, RulerPrompts
 from rope_patch.generation.generation import greedy_tokens
 from rope_patch.layout.special_tokens import SpecialTokens
-from rope_patch.prompts.asking import Frame
+from rope_patch.prompts.asking import ChatTemplate, Frame
 from rope_patch.views.by_name import resolve_view
 from ruler_prompts import kept_prompts, ruler_scores
 from trl_ext.rows import make_rows, own_chats, own_texts
@@ -111,7 +111,7 @@ class Data:
     held_out_own: list[list[int]]
     asked: dict[tuple[str, bool, int], list[Asked]]
     paragraphs: list[Paragraph] = field(default_factory=list)
-    ruler: RulerPrompts | None = None
+    ruler: dict[ChatTemplate, RulerPrompts] = field(default_factory=dict)
 
     @property
     def kind_of_own(self) -> Literal["chats", "own_texts"]:
@@ -155,12 +155,22 @@ def all_asked(tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace) 
     return questions
 
 
-def ruler_of(tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace) -> RulerPrompts:
-    """RULER's prompts, with needles in the held-out rows."""
+def ruler_lengths(args: argparse.Namespace) -> dict[ChatTemplate, list[int]]:
+    """Lengths of RULER's prompts, raw ("off") and in the chat template ("on"), where there are any."""
+    of_form: dict[ChatTemplate, list[int]] = {"off": args.ruler_lengths, "on": args.ruler_chat_lengths}
+    return {chat: lengths for chat, lengths in of_form.items() if lengths and args.ruler}
+
+
+def ruler_of(tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace) -> dict[ChatTemplate, RulerPrompts]:
+    """RULER's prompts of each form, with needles in the held-out rows."""
     files = {"ruler_qa_squad": args.squad, "ruler_qa_hotpot": args.hotpotqa}
     args.ruler_tasks = args.ruler_tasks or [task for task in TASKS if files.get(task, True)]
     books = held_out[:, len(SpecialTokens.of(tokenizer).begin) :]
-    return kept_prompts(tokenizer, tokenizer.batch_decode(books), args, args.ruler_lengths, hotpotqa=args.hotpotqa)
+    texts = tokenizer.batch_decode(books)
+    return {
+        chat: kept_prompts(tokenizer, texts, args, lengths, args.hotpotqa, chat)
+        for chat, lengths in ruler_lengths(args).items()
+    }
 
 
 @torch.no_grad()
@@ -339,8 +349,10 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts
     }
     if data.paragraphs:
         figures["squad"] = parts.get("squad", partial(answers_about, model, data.tokenizer, data.paragraphs))
-    if data.ruler is not None:
-        figures["ruler"] = ruler_scores(model, data.tokenizer, args.ruler_lengths, args.ruler, data.ruler, parts)
+    for chat, lengths in ruler_lengths(args).items():
+        figures["ruler" if chat == "off" else "ruler_chat"] = ruler_scores(
+            model, data.tokenizer, lengths, args.ruler, data.ruler[chat], parts, chat
+        )
     if args.bench:
         figures["short_text"] = parts.get("short_text", partial(short_text_figures, model, data, args))
     figures["measure_seconds"] = time.perf_counter() - begin
@@ -388,12 +400,14 @@ def summary(figures: dict[str, Any]) -> str:
             if cells:
                 shown = "  ".join(f"{c['length']} {fmean(c['scores']):.2f}" for c in cells)
                 lines.append(f"  {test:8}{'chat' if chat else 'raw':5} {shown}")
-    if "ruler" in figures:
-        tasks = figures["ruler"]["scores"].values()
-        means = [fmean(map(fmean, of_length)) for of_length in zip(*tasks, strict=True)]
-        lines.append(
-            "  RULER    " + "  ".join(f"{n} {m:.3f}" for n, m in zip(figures["ruler"]["lengths"], means, strict=True))
-        )
+    for name, shown in (("ruler", "RULER"), ("ruler_chat", "RULER, chat")):
+        if name in figures:
+            of_lengths = zip(*figures[name]["scores"].values(), strict=True)
+            means = [fmean(map(fmean, of_tasks)) for of_tasks in of_lengths]
+            lines.append(
+                f"  {shown:12} "
+                + "  ".join(f"{n} {m:.3f}" for n, m in zip(figures[name]["lengths"], means, strict=True))
+            )
     if "squad" in figures:
         lines.append(f"  questions about paragraphs {fmean(figures['squad']['scores']):.3f}")
     if "short_text" in figures:
@@ -445,7 +459,13 @@ def main() -> None:
     )
     parser.add_argument("--rate", type=float, help="learning rate of every arm that trains; by default its own")
     parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training on given rows")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 7900, 16384, 32768, 60000])
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="*",
+        default=[2048, 4096, 7900, 16384, 32768, 60000],
+        help="of passkeys and keys; none for RULER alone",
+    )
     parser.add_argument("--prompts", type=int, default=200, help="of a test and length within the window; half beyond")
     parser.add_argument(
         "--question-seed", type=int, default=0, help="recipes are chosen by other prompts than reported"
@@ -455,7 +475,8 @@ def main() -> None:
     parser.add_argument("--squad", type=Path, help="SQuAD's questions about paragraphs, as JSON lines")
     parser.add_argument("--ruler", type=int, default=0, metavar="N", help="prompts of each RULER task and length")
     parser.add_argument("--ruler-tasks", nargs="+", help="default: all whose data are given by --squad and --hotpotqa")
-    parser.add_argument("--ruler-lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--ruler-lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768], help="in raw text")
+    parser.add_argument("--ruler-chat-lengths", type=int, nargs="+", default=[], help="in the chat template")
     parser.add_argument("--hotpotqa", type=Path, help="HotpotQA's questions, for RULER")
     parser.add_argument(
         "--bench", type=Path, help="folder with short-text benchmarks, see rope_patch.eval.measures.short_text"
@@ -489,8 +510,8 @@ def main() -> None:
         texts_of_model[args.held_out_own :],
         texts_of_model[: args.held_out_own],
         all_asked(tokenizer, held_out, args),
-        read_paragraphs(args.squad) if args.squad else [],
-        ruler_of(tokenizer, held_out, args) if args.ruler else None,
+        read_paragraphs(args.squad) if args.squad and args.lengths else [],
+        ruler_of(tokenizer, held_out, args),
     )
     # what does not train is the same with every seed
     runs = [

@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from result_parts import Parts
 from rope_patch.checkpoints.full_disk import whole_file
 from rope_patch.eval import ruler
 from rope_patch.eval.measures.ruler_prompts import TASKS, RulerPrompts, ruler_prompts
+from rope_patch.prompts.asking import ChatTemplate
 
 RULER_TASKS = [task for task in TASKS if task != "ruler_qa_hotpot"]  # LinearARD's twelve
 
@@ -21,8 +22,9 @@ def kept_prompts(
     args: argparse.Namespace,
     lengths: Sequence[int],
     hotpotqa: Path | None = None,
+    chat_template: ChatTemplate = "off",
 ) -> RulerPrompts:
-    """The prompts of --ruler, --ruler-tasks and --squad, in raw text.
+    """The prompts of --ruler, --ruler-tasks and --squad.
 
     Args:
         tokenizer: of the model.
@@ -30,12 +32,14 @@ def kept_prompts(
         args: with these and --checkpoints, whose folder gets the prompts; None keeps none.
         lengths: of the prompts.
         hotpotqa: file of HotpotQA, for its task.
+        chat_template: "off" for raw text, "on" for prompts in the tokenizer's chat template.
     """
     haystack = "\n".join(texts)
     # what they are made of, so that others are not taken for them
     text = hashlib.sha256(haystack.encode()).hexdigest()
     asked = [Path(tokenizer.name_or_path).name, text, args.ruler, *args.ruler_tasks, *map(str, lengths)]
-    file = args.checkpoints and args.checkpoints / "ruler-prompts.json"
+    name = "ruler-prompts-chat.json" if chat_template == "on" else "ruler-prompts.json"
+    file = args.checkpoints and args.checkpoints / name
     if file and file.is_file():
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["asked"] == asked:
@@ -48,7 +52,7 @@ def kept_prompts(
         haystack=haystack,
         squad=args.squad,
         hotpotqa=hotpotqa,
-        chat_template="off",
+        chat_template=chat_template,
         progress=False,
     )
     if file:
@@ -60,7 +64,13 @@ def kept_prompts(
 
 
 def ruler_scores(
-    model: Any, tokenizer: Any, lengths: Sequence[int], samples: int, prompts: RulerPrompts, parts: Parts
+    model: Any,
+    tokenizer: Any,
+    lengths: Sequence[int],
+    samples: int,
+    prompts: RulerPrompts,
+    parts: Parts,
+    chat_template: ChatTemplate = "off",
 ) -> dict[str, Any]:
     """Scores of `kept_prompts`, prompt by prompt, and a reply of each task and length; what `parts` has is not redone.
 
@@ -71,15 +81,20 @@ def ruler_scores(
         samples: prompts of each task and length.
         prompts: of these lengths.
         parts: what the run has found so far.
+        chat_template: of the prompts.
     """
+
+    def remember(key: Mapping[str, Any], find: Callable[[], Any]) -> Any:
+        return parts.remember({**key, "chat": True} if chat_template == "on" else key, find)
+
     found = ruler(
         model,
         tokenizer,
         lengths,
         samples=samples,
-        chat_template="off",
+        chat_template=chat_template,
         progress=False,
-        remember=parts.remember,
+        remember=remember,
         prompts=prompts,
     )
     return {"lengths": found.lengths, "scores": found.prompt_scores, "replies": found.replies}

@@ -1,9 +1,16 @@
-"""The tables and the figure of research/results/ruler.md. Run: python research/experiments/ruler_results.py
+"""The tables and the figure of research/results/ruler.md, which are written into it.
+
+Run: python research/experiments/ruler_results.py [--add FILE.jsonl ...]
+
+--add names files of keeping.py, of which what the tables need goes to ruler-later-h200.jsonl first. What it has of a
+model and seed stands beside what ruler-h200.jsonl has: other lengths, the chat template, short text, other seeds.
 
 Scores are means over tasks, each with as many prompts, and over seeds. A figure that is below the model as it came
 beyond noise is marked with *: the 95 % interval of the paired difference lies below 0.
 """
 
+import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -11,11 +18,12 @@ from typing import Any
 
 from keeping_results import beyond, cell, ended
 from paired_results import head, macro, row
-from result_lines import mean_of, read_lines, runs_by_arm, spread
+from result_lines import add_line, mean_of, read_lines, runs_by_arm, spread
 from rope_patch.eval.results.figures import add_legend, compact, mark_window, new_figure, save_figure
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "research" / "results" / "ruler-h200.jsonl"
+RESULTS = ROOT / "research" / "results"
+FILE, LATER, PAGE = RESULTS / "ruler-h200.jsonl", RESULTS / "ruler-later-h200.jsonl", RESULTS / "ruler.md"
 FIGURE = ROOT / "docs" / "images" / "ruler-h200"
 WINDOW = 8192
 NAMES = {
@@ -29,24 +37,63 @@ NAMES = {
     "pose": "PoSE: YaRN 8x, next tokens of books",
 }
 DRAWN = ("native", "yarn", "skills")
+RULER = ("ruler", "ruler_chat")
+KEPT = (
+    "arm", "seed", "window", "target", "rescale", "rows_seconds", "train_seconds", "steps", "learning_rate",
+    "loss_by_position", "own", *RULER, "short_text", "gpu", "versions", "commit",
+)  # fmt: skip
 Run = dict[str, Any]
 Runs = dict[str, list[Run]]
 
 
-def load() -> Runs:
-    """Runs of each arm, one a seed."""
-    return runs_by_arm(read_lines(FILE))
+def load(later: Path = LATER) -> Runs:
+    """Runs of each arm, one a seed, each with what was measured of it later."""
+    runs = runs_by_arm(read_lines(FILE))
+    for line in read_lines(later):
+        same = runs.setdefault(line["arm"], [])
+        run = next((run for run in same if run["seed"] == line["seed"]), None)
+        if run is None:
+            same.append(line)
+            continue
+        for form in RULER:
+            if form in run and form in line:
+                _add_lengths(run[form], line[form])
+        run |= {name: value for name, value in line.items() if name not in run}
+    return runs
 
 
-def lengths_of(runs: Runs) -> list[int]:
-    """Tokens of the prompts."""
-    lengths: list[int] = runs["native"][0]["ruler"]["lengths"]
-    return lengths
+def _add_lengths(measured: dict[str, Any], later: dict[str, Any]) -> None:
+    """Add the lengths that `measured` does not have."""
+    for k, length in enumerate(later["lengths"]):
+        if length not in measured["lengths"]:
+            measured["lengths"].append(length)
+            for task, scores in measured["scores"].items():
+                scores.append(later["scores"][task][k])
 
 
-def scores(run: Run, length: int, task: str | None = None) -> list[float]:
-    """Of the prompts of one length, of one task or of all."""
-    k, by_task = run["ruler"]["lengths"].index(length), run["ruler"]["scores"]
+def add(file: Path, later: Path = LATER) -> None:
+    """Add what the tables need of a file of keeping.py, but replies."""
+    for line in read_lines(file):
+        kept = {name: line[name] for name in KEPT if name in line}
+        for form in RULER:
+            if form in kept:
+                kept[form] = {name: line[form][name] for name in ("lengths", "scores")}
+        if "own" in kept:
+            kept["own"] = {name: value for name, value in line["own"].items() if name != "shown"}
+        add_line(later, kept)
+
+
+def lengths_of(runs: Runs, form: str = "ruler") -> list[int]:
+    """Tokens of the prompts that any model was asked."""
+    return sorted({n for same in runs.values() for run in same for n in run.get(form, {}).get("lengths", ())})
+
+
+def scores(run: Run, length: int, task: str | None = None, form: str = "ruler") -> list[float]:
+    """Of the prompts of one length, of one task or of all; none if not measured."""
+    lengths, by_task = run.get(form, {}).get("lengths", ()), run.get(form, {}).get("scores", {})
+    if length not in lengths:
+        return []
+    k = lengths.index(length)
     return [score for name in sorted(by_task) if task in (None, name) for score in by_task[name][k]]
 
 
@@ -67,7 +114,7 @@ def by_length(runs: Runs) -> str:
     lines = head([*names, "short text", "loss to 8K", "loss 32K to 64K", "KL", "replies end"])
     for arm, name in NAMES.items():
         same = runs[arm]
-        figures = [cell([scores(run, n) for run in same], scores(native, n), 3) for n in lengths]
+        figures = [cell([scores(run, n) for run in same], scores(native, n) or None, 3) for n in lengths]
         figures.append(cell([short_scores(run) for run in same], short_scores(native), 3))
         for first, end in ((64, 8192), (32768, 65536)):
             figures.append(spread([mean_of(run["loss_by_position"], first, end) for run in same], 3))
@@ -87,6 +134,20 @@ def beside(runs: Runs, arm: str = "skills") -> str:
     return "\n".join(lines)
 
 
+def in_chat(runs: Runs) -> str:
+    """A row a model: the mean over tasks in raw text and in the chat template, of prompts of the same length."""
+    lengths, native = lengths_of(runs, "ruler_chat"), runs["native"][0]
+    cells = [(n, form) for n in lengths for form in RULER]
+    names = {"ruler": "raw", "ruler_chat": "chat template"}
+    lines = head(["RULER, raw and in the chat template", *(f"{compact(n)}, {names[form]}" for n, form in cells)])
+    for arm, name in NAMES.items():
+        if any("ruler_chat" in run for run in runs[arm]):
+            of = [partial(scores, length=n, form=form) for n, form in cells]
+            figures = (cell([measure(run) for run in runs[arm]], measure(native) or None, 3) for measure in of)
+            lines.append(row([name, *figures]))
+    return "\n".join(lines) if lengths else ""
+
+
 def by_task(runs: Runs) -> str:
     """A row a task: scores by length of some models."""
     lengths, native = lengths_of(runs), runs["native"][0]
@@ -94,7 +155,9 @@ def by_task(runs: Runs) -> str:
     lines = head(["task", *(f"{NAMES[arm]}, {' / '.join(map(compact, lengths))}" for arm in shown)])
     for task in sorted(native["ruler"]["scores"]):
         of = partial(scores, task=task)
-        columns = (" / ".join(cell([of(run, n) for run in runs[arm]], of(native, n)) for n in lengths) for arm in shown)
+        columns = (
+            " / ".join(cell([of(run, n) for run in runs[arm]], of(native, n) or None) for n in lengths) for arm in shown
+        )
         lines.append(row([task.removeprefix("ruler_"), *columns]))
     return "\n".join(lines)
 
@@ -104,9 +167,11 @@ def plot(runs: Runs, path: Path) -> list[Path]:
     lengths = lengths_of(runs)
     figure, (axes,) = new_figure(1, 4.0)
     for arm in DRAWN:
-        (line,) = axes.plot(lengths, [mean_score(runs, arm, n) for n in lengths], marker="o", label=NAMES[arm])
-        of_seeds = [[fmean(scores(run, n)) for run in runs[arm]] for n in lengths]
-        axes.fill_between(lengths, [*map(min, of_seeds)], [*map(max, of_seeds)], color=line.get_color(), alpha=0.2)
+        there = {n: [fmean(found) for run in runs[arm] if (found := scores(run, n))] for n in lengths}
+        asked = [n for n in lengths if there[n]]
+        of_seeds = [there[n] for n in asked]
+        (line,) = axes.plot(asked, [mean_score(runs, arm, n) for n in asked], marker="o", label=NAMES[arm])
+        axes.fill_between(asked, [*map(min, of_seeds)], [*map(max, of_seeds)], color=line.get_color(), alpha=0.2)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [compact(n) for n in lengths])
     axes.minorticks_off()
@@ -117,10 +182,27 @@ def plot(runs: Runs, path: Path) -> list[Path]:
     return save_figure(figure, path)
 
 
+def written(page: str, tables: Sequence[str]) -> str:
+    """The page with these tables in place of those whose first column has the same name."""
+    blocks = page.split("\n\n")
+    for table in filter(None, tables):
+        begin = table.partition(" | ")[0] + " | "
+        places = [k for k, block in enumerate(blocks) if block.startswith(begin)]
+        if len(places) != 1:
+            raise ValueError(f"the page has {len(places)} tables that begin with {begin!r}: write one such line.")
+        blocks[places[0]] = table + "\n" * blocks[places[0]].endswith("\n")
+    return "\n\n".join(blocks)
+
+
 def main() -> None:
-    """Print the tables and draw the figure."""
+    """Add results, write the tables into the page, and draw the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="of keeping.py")
+    for file in parser.parse_args().add:
+        add(file)
     runs = load()
-    print(by_length(runs), beside(runs), by_task(runs), sep="\n\n")
+    tables = [by_length(runs), beside(runs), in_chat(runs), by_task(runs)]
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
     plot(runs, FIGURE)
 
 

@@ -108,7 +108,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         "argv",
         f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own_texts} "
         f"--squad {squad} --held-out-own 2 --arms native keep keep-2-half keep-2-lora keep-2-gain drop pose "
-        f"--ruler 2 --ruler-tasks niah_single_1 --ruler-lengths 4096 --window 2048 --target 4096 --rows 6 --lengths 1400 --prompts 16 "
+        f"--ruler 2 --ruler-tasks niah_single_1 --ruler-lengths 4096 {'--ruler-chat-lengths 4224 ' * chat}--window 2048 --target 4096 --rows 6 --lengths 1400 --prompts 16 "
         f"--held-out-rows 2 --checkpoints {tmp_path}/kept --out {out}".split(),
     )
     keeping.main()
@@ -130,6 +130,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         "pose-0": "yarn",
     }
     assert [np.shape(r["ruler"]["scores"]["niah_single_1"]) for r in runs] == [(1, 2)] * len(runs)
+    assert [r["ruler_chat"]["lengths"] for r in runs if chat] == [[4224]] * len(runs) * chat
     table = keeping_results.table(runs)
     assert "| keep |" in table and "| short text | SQuAD | passkey" in table and "SQuAD 2 paragraphs." in table
     assert "| SQuAD |" in keeping_results.differences(runs, "native")

@@ -1,20 +1,34 @@
 """The page and the figure of RULER are what their file holds."""
 
+import json
 import re
 
 from support.pages import RESULTS
 
-from ruler_results import beside, by_length, by_task, lengths_of, load, scores
+from ruler_results import (
+    add,
+    beside,
+    by_length,
+    by_task,
+    in_chat,
+    lengths_of,
+    load,
+    mean_score,
+    plot,
+    scores,
+    written,
+)
 
 RUNS = load()
 
 
 def test_the_page_has_the_tables_of_the_file():
     page = (RESULTS / "ruler.md").read_text()
-    for table in (by_length(RUNS), beside(RUNS), by_task(RUNS)):
+    for table in (by_length(RUNS), beside(RUNS), in_chat(RUNS), by_task(RUNS)):
         assert table in page
     for same in RUNS.values():
-        assert all(len(scores(run, n)) == 13 * 20 for run in same for n in lengths_of(RUNS))
+        assert all(len(scores(run, n)) in (0, 13 * 20) for run in same for n in lengths_of(RUNS))
+        assert all(len(scores(run, n)) == 13 * 20 for run in same for n in (4096, 8192, 16384, 32768))
     assert {len(RUNS[arm]) for arm in RUNS if arm.startswith(("skills", "keep"))} == {3}
 
 
@@ -28,3 +42,34 @@ def test_within_its_window_the_extended_model_loses_nothing():
             else [r[column] for r in rows[2:]]
         )
         assert len(cells) > 10 and not any(re.search(r"\d\*", cell) for cell in cells)
+
+
+def test_what_is_measured_later_stands_beside_what_there_is(tmp_path):
+    def line(arm, seed, score, lengths, form="ruler", **more):
+        cells = {task: [[score] * 20] * len(lengths) for task in RUNS["native"][0]["ruler"]["scores"]}
+        return {"arm": arm, "seed": seed, form: {"lengths": lengths, "scores": cells, "replies": ["no"]}, **more}
+
+    given, later = tmp_path / "given.jsonl", tmp_path / "later.jsonl"
+    short_text = RUNS["native"][0]["short_text"]
+    pose = {
+        **line("pose", 7, 0.5, [4096, 65536]),
+        **{name: RUNS["pose"][0][name] for name in ("own", "loss_by_position")},
+    }
+    lines = [line("native", 0, 0.0, [65536]), line("native", 0, 0.25, [8192], "ruler_chat"), pose]
+    lines += [line("skills", seed, 0.5, [8192, 65536]) for seed in (0, 1)]
+    lines += [{"arm": "skills-lora-slow", "seed": 0, "short_text": short_text}]
+    given.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    add(given, later)
+    assert "replies" not in later.read_text().partition("own")[0]
+    runs = load(later)
+    assert lengths_of(runs) == [4096, 8192, 16384, 32768, 65536]
+    assert scores(runs["skills"][0], 8192) == scores(RUNS["skills"][0], 8192), "measured before"
+    table = by_length(runs)
+    rows = {line.split(" | ")[0]: line.split(" | ") for line in table.splitlines()}
+    means = [mean_score(RUNS, "skills", n) for n in (4096, 8192, 16384, 32768)]
+    assert rows["| extended by rope-patch"][2:7] == [f"{mean:.3f}" for mean in [*means, 0.5]]
+    assert rows["| the same by LoRA"][6:8] == ["-", rows["| as it came"][7]]
+    assert [len(runs["pose"]), mean_score(runs, "pose", 65536)] == [2, 0.5]
+    assert in_chat(runs).splitlines()[2] == f"| as it came | {mean_score(runs, 'native', 8192):.3f} | 0.250 |"
+    assert plot(runs, tmp_path / "figure")
+    assert table in written((RESULTS / "ruler.md").read_text(), [table])

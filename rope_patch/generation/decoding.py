@@ -47,42 +47,56 @@ class Sampling:
         return torch.add(self.gumbel, logits, alpha=1 / self.temperature).argmax(-1)
 
 
-def decode(
-    rows: KVRows,
-    logits: torch.Tensor,
-    lengths: Sequence[int],
-    max_new_tokens: Sequence[int],
-    ends: Collection[int],
-    choice: Greedy | Sampling,
-    step_done: Callable[[], object] = lambda: None,
-) -> list[list[int]]:
-    """Decode all rows together, and return the new tokens of each, up to the first end token.
-
-    A row that has ended keeps decoding beside the others, until the longest one ends.
+class Decoder:
+    """Decodes prompts that rows hold, batch by batch; batches of as many rows share one CUDA graph.
 
     Args:
-        rows: filled with prompts; called inside `rows.attention()`.
-        logits: after each prompt, [rows, vocab_size].
-        lengths: tokens of each prompt.
-        max_new_tokens: of each row.
-        ends: end tokens.
+        rows: filled with prompts before each call, and called inside `rows.attention()`.
         choice: chooses a token by its logits.
-        step_done: called after each new token of all rows.
     """
-    choice.draw()
-    token, device = choice(logits), logits.device  # [rows]
-    step = _Step(rows, token, torch.tensor(lengths, device=device), choice)
-    limits = torch.tensor(max_new_tokens, device=device)
-    stops = torch.tensor(list(ends), dtype=torch.int64, device=device)
-    tokens, ended = [token.clone()], torch.isin(token, stops) | (limits <= 1)
-    step_done()
-    while not bool(ended.all()):
-        step.take(max(max_new_tokens) - len(tokens))  # overwrites `token`
-        tokens.append(token.clone())
-        ended |= torch.isin(token, stops) | (limits <= len(tokens))
+
+    def __init__(self, rows: KVRows, choice: Greedy | Sampling) -> None:
+        self.rows, self.choice = rows, choice
+        self._steps: dict[int, _Step] = {}  # by number of rows
+
+    def decode(
+        self,
+        logits: torch.Tensor,
+        lengths: Sequence[int],
+        max_new_tokens: Sequence[int],
+        ends: Collection[int],
+        step_done: Callable[[], object] = lambda: None,
+    ) -> list[list[int]]:
+        """Decode rows 0, 1, ... together, and return the new tokens of each, up to the first end token.
+
+        A row that has ended keeps decoding beside the others, until the longest one ends.
+
+        Args:
+            logits: after each prompt, [rows, vocab_size].
+            lengths: tokens of each prompt.
+            max_new_tokens: of each row.
+            ends: end tokens.
+            step_done: called after each new token of all rows.
+        """
+        device = logits.device
+        self.choice.draw()
+        token, slots = self.choice(logits), torch.tensor(lengths, device=device)  # [rows]
+        if (step := self._steps.get(len(lengths))) is None:
+            step = self._steps[len(lengths)] = _Step(self.rows, token.clone(), slots, self.choice)
+        else:  # a graph reads them from where it was captured
+            step.token.copy_(token)
+            step.slots.copy_(slots)
+        limits = torch.tensor(max_new_tokens, device=device)
+        stops = torch.tensor(list(ends), dtype=torch.int64, device=device)
+        tokens, ended = [token], torch.isin(token, stops) | (limits <= 1)
         step_done()
-    decoded = torch.stack(tokens, 1).tolist()
-    return [up_to_end(row[:limit], ends) for row, limit in zip(decoded, max_new_tokens, strict=True)]
+        while not bool(ended.all()):
+            step.take(max(max_new_tokens) - len(tokens))
+            tokens.append(step.token.clone())  # the next step overwrites it
+            ended |= torch.isin(step.token, stops) | (limits <= len(tokens))
+            step_done()
+        decoded = torch.stack(tokens, 1).tolist()
+        return [up_to_end(row[:limit], ends) for row, limit in zip(decoded, max_new_tokens, strict=True)]
 
 
 class _Step:
@@ -93,9 +107,9 @@ class _Step:
         # [rows]: the last token of each row and its index; `take` overwrites both
         self.token, self.slots = token, slots
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = self.captured = False
         devices = {p.device for p in rows.causal_lm.parameters()}
         self.stream = torch.cuda.Stream(token.device) if len(devices) == 1 and token.is_cuda else None
-        self.taken = 0
 
     def take(self, left: int) -> None:
         """Replace `token` by the next one; `left` steps may follow, and fewer than three are not worth a graph."""
@@ -104,8 +118,8 @@ class _Step:
             self._run()
             return
         with torch.cuda.device(self.token.device):
-            if self.taken == 1 and left > 2:
-                self.graph = self._captured(self.stream)
+            if self.warm and not self.captured and left > 2:
+                self.graph, self.captured = self._captured(self.stream), True
             if self.graph is not None:
                 self.graph.replay()
             else:  # warm up on the graph's stream: what libraries set up for a stream must not happen in the capture
@@ -113,7 +127,7 @@ class _Step:
                 with torch.cuda.stream(self.stream):
                     self._run()
                 torch.cuda.current_stream().wait_stream(self.stream)
-        self.taken += 1
+                self.warm = True
 
     def _run(self) -> None:
         logits = self.rows.decode(self.token, self.slots)

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from rope_kernels.common.gpu_memory import free_gpu_bytes
 
-from .decoding import Greedy, decode, end_tokens
+from .decoding import Decoder, Greedy, end_tokens
 from .kv_rows import KVRows
 
 # up to so many tokens, several prompts are read in one forward, even if they share more than it reuses: a forward of
@@ -17,6 +18,9 @@ from .kv_rows import KVRows
 _TOGETHER = {"cuda": 16384, "cpu": 256}
 _CHUNK = 16384  # tokens of a prompt that one forward reads
 _LEAST_CHUNK = 1024
+# A long prompt is read from a multiple of so many tokens to another, as cuDNN's attention, the fastest on a GPU, plans
+# anew for each length (attention/prefix.py).
+_ROUND = {"cuda": 2048, "cpu": 1}
 # Keys and values that are held at once. It is the same on each machine, because a reply can change with the number of
 # rows beside it: in 16 bits a matrix product of other rows rounds otherwise.
 _HELD = 8 << 30
@@ -76,7 +80,9 @@ class Reader:
         in_order = [questions[i] for i in order]
         ids = [torch.tensor(list(q.prompt), device=self.device) for q in in_order]
         # a row that has ended keeps decoding beside the others, until the longest reply ends
-        capacity = max(map(len, ids)) + max(max(q.max_new_tokens, len(q.answer)) for q in in_order)
+        longest = max(map(len, ids))
+        new_tokens = max(max(q.max_new_tokens, len(q.answer)) for q in in_order)
+        capacity = max(longest + new_tokens, self._end_of(longest))
         of_row = self.kv_bytes * capacity
         n_rows = max(_HELD // of_row, 1)
         # a quarter is for the activations of a chunk, and for what nobody counts
@@ -89,6 +95,7 @@ class Reader:
         while len(answered) < len(ids):
             out_of_memory = False
             rows = KVRows(self.causal_lm, n_rows, capacity)
+            decoder = Decoder(rows, Greedy())
             try:
                 with rows.attention():
                     while len(answered) < len(ids):
@@ -96,7 +103,7 @@ class Reader:
                         held = ids[first - n_rows : first] if rows.calls else []
                         batch = ids[first : first + n_rows]
                         logits = self._read(rows, batch, held, chunk, done, first)
-                        answered += self._replies(rows, logits, in_order[first : first + n_rows])
+                        answered += self._replies(decoder, logits, in_order[first : first + n_rows])
             except torch.OutOfMemoryError:
                 if n_rows == 1 and chunk <= _LEAST_CHUNK:
                     raise
@@ -104,7 +111,7 @@ class Reader:
             if out_of_memory:  # outside `except`, because the exception holds on to tensors
                 # halving chunks costs no time, but they stop at the least: rows give way to memory that others hold
                 n_rows, chunk = max(n_rows // 2, 1), max(chunk // 2, min(chunk, _LEAST_CHUNK))
-                del rows
+                del rows, decoder
                 torch.cuda.empty_cache()
         replies = [Reply([], [])] * len(in_order)
         for i, reply in zip(order, answered, strict=True):
@@ -128,8 +135,7 @@ class Reader:
             n = min(len(earlier), len(prompt))
             differ = (earlier[:n] != prompt[:n]).nonzero()
             shared.append(min(int(differ[0]) if len(differ) else n, len(prompt) - 1))
-        together = _TOGETHER.get(self.device.type, _TOGETHER["cpu"])
-        first = 0
+        together, first = _of(self.device, _TOGETHER), 0
         while first < len(batch):
             # prompts first, ..., last - 1 are read together from `begin` on, shorter ones with padding behind them
             begin, last, longest = shared[first], first + 1, len(batch[first])
@@ -138,25 +144,34 @@ class Reader:
                 if (last + 1 - first) * (wider - common) > together:
                     break
                 begin, last, longest = common, last + 1, wider
+            stop = longest - 1  # `end` reads the last token
+            if last - first == 1 and stop > together:
+                begin, stop = begin - begin % _of(self.device, _ROUND), self._end_of(stop)
             if begin:
                 # from the row above, or from the last row of the batch before
                 rows.copy_prefix(first - 1 if first else len(held) - 1, first, last, begin)
-            tokens = pad_sequence([p[begin:-1] for p in batch[first:last]], batch_first=True)  # `end` reads the rest
+            tokens = pad_sequence([p[begin:-1] for p in batch[first:last]], batch_first=True)
+            tokens = pad(tokens, (0, stop - begin - tokens.shape[1]))
             if tokens.shape[1]:
                 rows.read(tokens, first, begin, max(chunk // len(tokens), 1))
             done(n_before + last)
             first = last
         return rows.end(batch)
 
-    def _replies(self, rows: KVRows, logits: torch.Tensor, questions: Sequence[Question]) -> list[Reply]:
+    def _end_of(self, n: int) -> int:
+        """Where reading a prompt of n tokens ends, if no other is read with it."""
+        step = _of(self.device, _ROUND)
+        return n + -n % step if n > _of(self.device, _TOGETHER) else n
+
+    def _replies(self, decoder: Decoder, logits: torch.Tensor, questions: Sequence[Question]) -> list[Reply]:
         """Replies of rows that hold the prompts of `questions`, with `logits` [rows, vocab_size] after them."""
         choices = logits.float().argmax(-1).tolist()
         # teacher forcing writes keys and values after the prompt, where decoding overwrites them token by token
         forced = [
-            self._forced(rows, row, question, choice)
+            self._forced(decoder.rows, row, question, choice)
             for row, (question, choice) in enumerate(zip(questions, choices, strict=True))
         ]
-        return [Reply(*both) for both in zip(self._decode(rows, logits, questions), forced, strict=True)]
+        return [Reply(*both) for both in zip(self._decode(decoder, logits, questions), forced, strict=True)]
 
     def _forced(self, rows: KVRows, row: int, question: Question, choice: int) -> list[int]:
         """The model's choice at each token of the right answer; at the first it is `choice`."""
@@ -168,10 +183,14 @@ class Reader:
         logits = rows.read(ids, row, begin, begin + len(answer), keep=len(answer))  # in one forward
         return [choice, *logits[0].float().argmax(-1).tolist()]
 
-    def _decode(self, rows: KVRows, logits: torch.Tensor, questions: Sequence[Question]) -> list[list[int]]:
+    def _decode(self, decoder: Decoder, logits: torch.Tensor, questions: Sequence[Question]) -> list[list[int]]:
         """The new tokens of each row, with `logits` [rows, vocab_size] after the prompts."""
         lengths, limits = [len(q.prompt) for q in questions], [q.max_new_tokens for q in questions]
-        return decode(rows, logits, lengths, limits, self.ends, Greedy())
+        return decoder.decode(logits, lengths, limits, self.ends)
+
+
+def _of(device: torch.device, values: dict[str, int]) -> int:
+    return values.get(device.type, values["cpu"])
 
 
 def free_bytes(device: torch.device) -> int:

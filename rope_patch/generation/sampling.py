@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from .decoding import Sampling, decode, up_to_end
+from .decoding import Decoder, Sampling, up_to_end
 from .generation import bare_generation_config, bytes_per_token
 from .inference import InferenceModel
 from .kv_rows import KVRows
@@ -66,8 +66,8 @@ def sampled_tokens(
             logits = _logits_behind(rows, prompts, subject.device)
             if bool(logits.isnan().any()):  # argmax would choose one token again and again; `generate` raises
                 raise ValueError("the logits of the model are nan: its weights or activations are not finite.")
-            choice = Sampling(temperature, seed, logits)
-            return decode(rows, logits, lengths, [max_new_tokens] * len(prompts), ends, choice, step_done)
+            decoder = Decoder(rows, Sampling(temperature, seed, logits))
+            return decoder.decode(logits, lengths, [max_new_tokens] * len(prompts), ends, step_done)
 
 
 def _logits_behind(rows: KVRows, prompts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rope_patch.generation.decoding import Sampling, decode
+from rope_patch.generation.decoding import Decoder, Sampling
 from rope_patch.generation.generation import bytes_per_token
 from rope_patch.generation.kv_rows import KVRows
 
@@ -67,15 +67,13 @@ def _timed(model: Any, n_rows: int, begun: int, vocabulary: int) -> float:
     with torch.no_grad():
         rows = KVRows(model, n_rows, begun + _TIMED + 1)
         logits = torch.randn(n_rows, vocabulary, device=device)
-        sampling = Sampling(1.0, 0, logits)
+        decoder = Decoder(rows, Sampling(1.0, 0, logits))
         with rows.attention():
-            decode(
-                rows,
+            decoder.decode(
                 logits,
                 [begun] * n_rows,
                 [_TIMED + 1] * n_rows,
                 (),
-                sampling,
                 step_done=lambda: ends.append(time.perf_counter()),
             )
     return statistics.median(b - a for a, b in zip(ends[_FIRST:], ends[_FIRST + 1 :], strict=False))

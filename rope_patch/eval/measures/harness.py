@@ -133,15 +133,16 @@ def evaluate(
 def _greedy_lm(batch_size: int | None) -> Any:
     """lm-eval's model class with greedy replies by `ask_greedily`."""
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils import has_bos_prefix
 
     class GreedyLM(HFLM):
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             texts, options = zip(*(request.args for request in requests), strict=True)
-            ids, mask = self.tok_batch_encode(list(texts))  # [n_requests, n], left-padded
-            questions = [
-                Question(row[real.bool()].tolist(), of["max_gen_toks"])
-                for row, real, of in zip(ids, mask, options, strict=True)
-            ]
+            # as its tok_batch_encode does, which pads all to one tensor: that takes longer than tokenizing
+            begun = has_bos_prefix(texts[0], self.tokenizer.bos_token)
+            added = False if begun else self.add_bos_token
+            ids = self.tokenizer(list(texts), **({} if added is None else {"add_special_tokens": added}))["input_ids"]
+            questions = [Question(row, of["max_gen_toks"]) for row, of in zip(ids, options, strict=True)]
             pad = self.tokenizer.pad_token_id
             replies = ask_greedily(self.model, questions, pad_token=pad, batch_size=batch_size)
             return [self.tok_decode(reply.written) for reply in replies]

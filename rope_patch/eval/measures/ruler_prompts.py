@@ -6,7 +6,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from functools import lru_cache, partial
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -194,7 +195,8 @@ def _documents(
 ) -> list[dict[str, Any]]:
     """lm-eval's documents of one task and length, made from `source`; `frame` tokens stand around each prompt."""
     room = length - frame
-    with _generators(task, length, seed) as lm_eval:
+    count = _Search(tokenizer, room)
+    with _generators(task, length, seed, count) as lm_eval:
         if task in _NEEDLES:
             kind = _NEEDLES[task]["type_haystack"]
             essay = _words(str(source))
@@ -203,7 +205,7 @@ def _documents(
                 max_seq_length=room,
                 template=lm_eval.niah_utils.TEMPLATE,
                 num_samples=samples,
-                TOKENIZER=tokenizer,
+                TOKENIZER=count,
                 **_NEEDLES[task],
             )
         if task == "ruler_vt":
@@ -213,11 +215,12 @@ def _documents(
             (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=_VT_EXAMPLE, incremental=5)
             shown = f"{example['input']} {' '.join(example['outputs'])}\n\n"
             _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30 + frame, shown)
-            return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=room, icl_example=example)
+            count.searching = True  # the example's is over
+            return make(tokenizer=count, num_samples=samples, max_seq_length=room, icl_example=example)
         if task == "ruler_cwe":
             # 10 words; 120 tokens of answer
             _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, room), 120 + frame)
-            return lm_eval.cwe_utils.sys_word_pair_random(num_samples=samples, max_seq_length=room, tokenizer=tokenizer)
+            return lm_eval.cwe_utils.sys_word_pair_random(num_samples=samples, max_seq_length=room, tokenizer=count)
         if task == "ruler_fwe":
             empty = lm_eval.fwe_utils.TEMPLATE.format(context="", query="")
             _require_tokens(task, length, frame + max(_FWE_SHORTEST, len(tokenizer(empty)["input_ids"])))
@@ -228,8 +231,39 @@ def _documents(
         )
 
 
+class _Search:
+    """A tokenizer for lm-eval's generators, which look for the longest prompt that fits by prompts that grow by little.
+
+    Tokens of a prompt that is far from fitting are only estimated, from the share of tokens to characters of one at
+    least half as long. Otherwise most of the time that prompts take would be spent on those that are thrown away.
+
+    Args:
+        tokenizer: of the model.
+        length: most tokens of a prompt with its answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+        self.tokenizer, self.length = tokenizer, length
+        self.searching = True
+        self.characters = self.tokens = 0  # of the prompt that was tokenized last
+
+    def __call__(self, text: str) -> Any:
+        if self.searching and len(text) < 2 * self.characters:
+            estimate = self.tokens * len(text) // self.characters
+            if estimate < 0.8 * self.length:
+                return SimpleNamespace(input_ids=range(estimate))
+        encoded = self.tokenizer(text)
+        self.characters, self.tokens = len(text), len(encoded["input_ids"])
+        return encoded
+
+    def samples(self, items: Iterable[int], **_: Any) -> Iterable[int]:
+        """In place of the bar over samples, which comes after the search."""
+        self.searching = False
+        return items
+
+
 @contextmanager
-def _generators(task: str, length: int, seed: int) -> Iterator[Any]:
+def _generators(task: str, length: int, seed: int, count: _Search) -> Iterator[Any]:
     """lm-eval's generator modules, repeatable and offline inside the block, without their progress bars.
 
     Sentences are split by punctuation: NLTK's splitter needs a download, and the places of needles do not need a better
@@ -241,14 +275,15 @@ def _generators(task: str, length: int, seed: int) -> Iterator[Any]:
         m.__name__.rpartition(".")[2]: m for m in (cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils)
     }
     split = lru_cache(maxsize=4)(lambda text: re.split(r"(?<=[.!?])\s+", text))
-    replaced = [(m, "tqdm", lambda items, **_: items) for m in modules.values() if hasattr(m, "tqdm")]
+    replaced: list[Any] = [(m, "tqdm", count.samples) for m in modules.values() if hasattr(m, "tqdm")]
     replaced.append((prepare_niah, "cached_sent_tokenize", split))
     before = [getattr(m, name) for m, name, _ in replaced]
-    states = random.getstate(), cwe_utils.RNG.getstate()
+    states = random.getstate(), cwe_utils.RNG.getstate(), np.random.get_state()
     for m, name, value in replaced:
         setattr(m, name, value)
     random.seed(_SEED + seed)
     cwe_utils.RNG.seed(_SEED + seed)
+    np.random.seed(_SEED + seed)  # variable tracking's values
     try:
         with redirect_stdout(StringIO()):  # one of them prints its search for a length
             yield SimpleNamespace(**modules)
@@ -263,6 +298,7 @@ def _generators(task: str, length: int, seed: int) -> Iterator[Any]:
     finally:
         random.setstate(states[0])
         cwe_utils.RNG.setstate(states[1])
+        np.random.set_state(states[2])
         for (m, name, _), value in zip(replaced, before, strict=True):
             setattr(m, name, value)
 

@@ -194,6 +194,21 @@ def test_what_prompts_share_is_read_once(monkeypatch):
     assert sum(read) <= 402 + (402 - 100) + (402 - 300) + 1 + len(prompts)
 
 
+def test_long_prompts_are_read_between_multiples(monkeypatch):
+    """Of which cuDNN needs a plan each; padding behind a prompt changes no reply."""
+    monkeypatch.setattr(reading, "_TOGETHER", {"cpu": 0})
+    monkeypatch.setattr(reading, "_ROUND", {"cpu": 32})
+    model, read = tiny(), []
+    stem = torch.randint(3, VOCAB, (400,)).tolist()
+    prompts = [[*stem[:k], 7, *stem[k : k + 90], 9] for k in (200, 101, 300)]
+    expected = alone(model, prompts, 6)
+    is_read_in_rows(model)
+    model.model.layers[0].register_forward_hook(lambda *x: read.append(x[2].shape[1]))
+    assert answers(model, prompts, 6, batch_size=2) == expected
+    assert all(n % 32 == 0 for n in read if n > 1)
+    assert sum(n for n in read if n > 1) < 192 + 320 + 416, "what they share is read once"
+
+
 def test_a_view_in_force_gives_what_generate_gives():
     prompts, view = [p for p in family(3) if len(p) == 90][:3], Skip(split=5, skip=40)
     inside, always = tiny(), patch_model(tiny(), view, when="always")

@@ -7,9 +7,8 @@ from support.tiny import gemma3, tiny, tokens
 
 import rope_patch.eval.results.progress as progress
 import rope_patch.generation.generation as generation
-import rope_patch.generation.reading as reading
 from rope_patch.eval import attention_distance, context_gain, loss_by_position, passkey, view_kl
-from rope_patch.generation import decoding
+from rope_patch.generation.decoding import Decoder
 
 
 class Bar:
@@ -73,13 +72,13 @@ def test_a_bar_changes_no_figure(bars):
 
 
 def test_a_bar_of_retrieval_moves_while_the_last_replies_are_written(bars, monkeypatch):
-    begun = []
+    begun, real = [], Decoder.decode
 
-    def decode(rows, logits, lengths, limits, *rest):
+    def decode(decoder, logits, lengths, limits, *rest):
         begun.append((bars[0].n, sum(limits)))
-        return decoding.decode(rows, logits, lengths, limits, *rest)
+        return real(decoder, logits, lengths, limits, *rest)
 
-    monkeypatch.setattr(reading, "decode", decode)
+    monkeypatch.setattr(Decoder, "decode", decode)
     passkey(tiny(vocab_size=CHARACTERS), character_tokenizer(), [400], depths=(0.5,), trials=3)
     (bar,) = bars
     ((place, to_be_written),) = begun
