@@ -54,11 +54,13 @@ class Figures:
         steps: optimizer steps.
         tokens: trained on.
         loss: mean of the last tenth of the logged losses, None if none was logged.
+        peak_bytes: that PyTorch had allocated on the GPU that held most; None on a CPU.
     """
 
     steps: int
     tokens: int
     loss: float | None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,8 @@ def _train(
     checkpoint, begun = None if newest is None else str(newest), time.time()
     # read before the training, which may remove old checkpoints
     done = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json"))).global_step if checkpoint else None
+    if training.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt as stopped:
@@ -282,12 +286,16 @@ def _train(
             f"Nothing was left to train: {checkpoint} is of step {step}, and the run ends at step "
             f"{trainer.state.max_steps}."
         )
+    peak = None
+    if training.device.type == "cuda":
+        of_rank = torch.tensor([torch.cuda.max_memory_allocated()], device=training.device)
+        peak = int(trainer.accelerator.gather(of_rank).max())
     trainer.save_model()
     if training.push_to_hub:
         trainer.push_to_hub()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tail = losses[-max(1, len(losses) // 10) :]
-    return Figures(step, int(trainer._total_train_tokens), sum(tail) / len(tail) if tail else None)
+    return Figures(step, int(trainer._total_train_tokens), sum(tail) / len(tail) if tail else None, peak)
 
 
 class _ProgressFile(TrainerCallback):
