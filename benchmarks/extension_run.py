@@ -1,10 +1,11 @@
 """A whole `rope-patch extend` of a shape with random weights: minutes by stage and peak memory beside its plan.
 
 Run:   python benchmarks/extension_run.py --data BOOKS.jsonl --tokenizer FOLDER --folder FOLDER --out FILE.json
-           [--shape llama-3-8b] [--to 131072] [--loss-rows 1] [--options '{"train": "qlora", "rows": 8}']
+           [--shape llama-3-8b] [--to 131072] [--loss-rows 1] [--ruler-tasks 1]
+           [--options '{"train": "qlora", "rows": 8}']
 Case:  weights of the checkpoint in --folder are random, in bfloat16, made if they are not there. The tokenizer may have
-fewer entries than the vocabulary. --options are those of `trl_ext.extend`. The loss is measured on --loss-rows rows,
-where `extend` takes four; the plan is that of the run as shortened.
+fewer entries than the vocabulary. --options are those of `trl_ext.extend`. The loss is measured on --loss-rows rows and
+RULER has --ruler-tasks tasks, where `extend` takes four of each; the plan is that of the run as shortened.
 Times: of stages as `extend` tells them, and of training steps as their logs are written. Peak memory is what PyTorch
 had allocated: of other stages in this process, of training on the GPU that took most.
 """
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--loss-rows", type=int, default=1)
+    parser.add_argument("--ruler-tasks", type=int, default=len(choices.RULER_TASKS))
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--checkpoint-only", action="store_true", help="make the checkpoint and end")
     parser.add_argument("--out", type=Path)
@@ -117,6 +119,7 @@ def main() -> None:
     if args.checkpoint_only:
         return
     choices._EVAL_ROWS = args.loss_rows
+    choices.RULER_TASKS = choices.RULER_TASKS[: args.ruler_tasks]  # type: ignore[assignment]
     plans: list[ExtensionPlan] = []
     plan_of = ExtensionPlan.of
 
@@ -140,6 +143,7 @@ def main() -> None:
         "shape": args.shape,
         "to": args.to,
         "loss_rows": args.loss_rows,
+        "ruler_tasks": args.ruler_tasks,
         "options": args.options,
         "device": device_name(torch.cuda.is_available()),
         "torch": torch.__version__,

@@ -90,7 +90,8 @@ def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Tr
     its own keys, which win, and `name`, its folder in `output_dir`. It begins from the result of the stage before: its
     weights, or the base model with its adapters, which are trained further. A `rescale` beside `stages` is applied
     once, before the first. The same call resumes an interrupted one, within a stage or between stages. At the end a
-    plain checkpoint, in the dtype of the original one, is exported to `output_dir/model`.
+    plain checkpoint, in the dtype of the original one, is exported to `output_dir/model`, with `window` and `check` of
+    `rope_patch.export` where `export` beside `stages` names them.
 
     Args:
         recipe: a YAML file, or its keys and values.
@@ -131,7 +132,6 @@ def run(
     stages: list[Stage],
     trainer_class: type[RopeSFTTrainer] | None = None,
     progress: TrainerCallback | None = None,
-    **export_options: Any,
 ) -> Trained:
     """Train the stages of `read_stages`.
 
@@ -139,7 +139,6 @@ def run(
         stages: of a recipe.
         trainer_class: None is `RopeSFTTrainer`.
         progress: shown in place of what Transformers and this package print.
-        **export_options: of `rope_patch.export`, for the result of a recipe with stages.
     """
     first, name = stages[0], str(stages[0].model.model_name_or_path)
     # stages have folders of their own within output_dir
@@ -170,7 +169,7 @@ def run(
                 done = _train_stages(stages, begun, root, hub_model, trainer_class, progress)
                 if PartialState().is_main_process:
                     dtype = getattr(config, "dtype", None)
-                    _export(stages[-1].folder, result, {"check": False, **export_options}, dtype or "auto")
+                    _export(stages[-1].folder, result, {"check": False, **first.export}, dtype or "auto")
                 PartialState().wait_for_everyone()
             except KeyboardInterrupt as stopped:
                 raise KeyboardInterrupt(f"{SAME_COMMAND_RESUMES} {root}.") from stopped
