@@ -31,7 +31,7 @@ from . import measuring, measuring_parts, rows, texts, training
 from .choices import Choices, choose
 from .facts import ModelFacts
 from .fitting import command_of, engine_of, fits
-from .machine import Machine
+from .machine import GIB, Machine
 from .messages import MessageFile, others_quiet
 from .options import ExtendOptions
 from .plan import ExtensionPlan
@@ -332,7 +332,8 @@ class _Run:
         keys = training.recipe(self.facts, self.options, self.choices, n_rows)
         command = None if self.engine is None else command_of(self.options, self.engine)
         figures = training.train(keys, self.options, n_rows, self.tell, command).stages["training"]
-        self.tell(f"  {figures.steps} steps, {figures.tokens:,} tokens, loss {figures.loss:.3f} at the end.")
+        peak = "" if figures.peak_bytes is None else f", {figures.peak_bytes / GIB:.1f} GiB at the peak"
+        self.tell(f"  {figures.steps} steps, {figures.tokens:,} tokens, loss {figures.loss:.3f} at the end{peak}.")
 
     def _export(self, target: str) -> None:
         self.tell(f"\nExporting for {target}.")

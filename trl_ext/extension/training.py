@@ -1,6 +1,5 @@
 """The training of an extension."""
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,10 @@ from transformers import TrainerCallback
 
 from ..config import LONG_DOCUMENTS
 from ..engines.device import free_memory
-from ..recipes.fine_tuning import Trained, run
+from ..recipes.fine_tuning import Figures, Trained, run
 from ..recipes.launching import Launch
 from ..recipes.stages import Stage, read_stages
+from ..runs.folder import read_run_record
 from .choices import Choices
 from .facts import ModelFacts
 from .options import ADAPTERS, ExtendOptions
@@ -24,6 +24,7 @@ from .short_rows import ShortRowsTrainer
 RECIPE = "recipe.yaml"
 """The recipe of the training, in the folder of the extension."""
 
+_STAGE = "training"
 _SAVES = 4  # checkpoints in a run, of which the last is kept
 
 
@@ -73,7 +74,8 @@ def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: 
         "datasets": [{"path": "json", "data_files": str(options.folder / "rows.jsonl"), "split": "train"}],
         **training_fields(choices, options, n_steps(n_rows, options.rows_per_step)),
         "output_dir": str(options.folder),
-        "stages": [{"name": "training"}],
+        "stages": [{"name": _STAGE}],
+        "export": {"window": options.to, "check": True},
     }
     if has_adapters:
         keys |= {
@@ -133,12 +135,11 @@ def train(
         status = 0 if launch is None else launch.run(arguments)
         if status:
             raise ChildProcessError(f"training has ended with status {status}, for the reason above.")
-        # exported again, with the window and the check that no recipe names
-        shutil.rmtree(options.folder / "model")
-        return run(read_stages(keys, source=str(file)), window=options.to, check=True)
+        (stage,) = read_stages(keys, source=str(file))
+        return Trained(options.folder / "model", {_STAGE: Figures(**read_run_record(stage.figures))})
     progress = _Progress(tell, n_rows, options.rows_per_step)
     try:
-        return run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress, window=options.to, check=True)
+        return run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress)
     finally:
         progress.close()
         free_memory()

@@ -54,11 +54,13 @@ class Figures:
         steps: optimizer steps.
         tokens: trained on.
         loss: mean of the last tenth of the logged losses, None if none was logged.
+        peak_bytes: that PyTorch had allocated on the GPU that held most; None on a CPU.
     """
 
     steps: int
     tokens: int
     loss: float | None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def train_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Tr
     its own keys, which win, and `name`, its folder in `output_dir`. It begins from the result of the stage before: its
     weights, or the base model with its adapters, which are trained further. A `rescale` beside `stages` is applied
     once, before the first. The same call resumes an interrupted one, within a stage or between stages. At the end a
-    plain checkpoint, in the dtype of the original one, is exported to `output_dir/model`.
+    plain checkpoint, in the dtype of the original one, is exported to `output_dir/model`, with `window` and `check` of
+    `rope_patch.export` where `export` beside `stages` names them.
 
     Args:
         recipe: a YAML file, or its keys and values.
@@ -129,7 +132,6 @@ def run(
     stages: list[Stage],
     trainer_class: type[RopeSFTTrainer] | None = None,
     progress: TrainerCallback | None = None,
-    **export_options: Any,
 ) -> Trained:
     """Train the stages of `read_stages`.
 
@@ -137,7 +139,6 @@ def run(
         stages: of a recipe.
         trainer_class: None is `RopeSFTTrainer`.
         progress: shown in place of what Transformers and this package print.
-        **export_options: of `rope_patch.export`, for the result of a recipe with stages.
     """
     first, name = stages[0], str(stages[0].model.model_name_or_path)
     # stages have folders of their own within output_dir
@@ -168,7 +169,7 @@ def run(
                 done = _train_stages(stages, begun, root, hub_model, trainer_class, progress)
                 if PartialState().is_main_process:
                     dtype = getattr(config, "dtype", None)
-                    _export(stages[-1].folder, result, {"check": False, **export_options}, dtype or "auto")
+                    _export(stages[-1].folder, result, {"check": False, **first.export}, dtype or "auto")
                 PartialState().wait_for_everyone()
             except KeyboardInterrupt as stopped:
                 raise KeyboardInterrupt(f"{SAME_COMMAND_RESUMES} {root}.") from stopped
@@ -272,6 +273,8 @@ def _train(
     checkpoint, begun = None if newest is None else str(newest), time.time()
     # read before the training, which may remove old checkpoints
     done = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json"))).global_step if checkpoint else None
+    if training.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt as stopped:
@@ -282,12 +285,16 @@ def _train(
             f"Nothing was left to train: {checkpoint} is of step {step}, and the run ends at step "
             f"{trainer.state.max_steps}."
         )
+    peak = None
+    if training.device.type == "cuda":
+        of_rank = torch.tensor([torch.cuda.max_memory_allocated()], device=training.device)
+        peak = int(trainer.accelerator.gather(of_rank).max())
     trainer.save_model()
     if training.push_to_hub:
         trainer.push_to_hub()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tail = losses[-max(1, len(losses) // 10) :]
-    return Figures(step, int(trainer._total_train_tokens), sum(tail) / len(tail) if tail else None)
+    return Figures(step, int(trainer._total_train_tokens), sum(tail) / len(tail) if tail else None, peak)
 
 
 class _ProgressFile(TrainerCallback):

@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
 """Their fields are keys of a recipe and flags of the command line."""
 
 _NAME = re.compile(r"[\w-][\w.-]*")
-_OF_ALL = {*(field.name for field in fields(ModelConfig)), "output_dir", "resume_from_checkpoint", "env", "stages"}
+_OF_ALL = {
+    *(field.name for field in fields(ModelConfig)), "output_dir", "resume_from_checkpoint", "env", "stages", "export"
+}  # fmt: skip
+_EXPORT = {"window", "check"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Stage:
         model: and its adapters.
         data: the text.
         settings: keys and flags that are not defaults, as JSON has them.
+        export: options of `rope_patch.export` for the result of all stages: "window" and "check".
     """
 
     name: str
@@ -43,6 +47,7 @@ class Stage:
     model: ModelConfig
     data: DatasetMixtureConfig
     settings: dict[str, Any]
+    export: Mapping[str, Any]
 
     @property
     def folder(self) -> Path:
@@ -83,12 +88,17 @@ def read_stages(
     """
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of a launcher, for recipes with neither bf16 nor fp16
     common = {**recipe, **overrides}
-    given = common.pop("stages", None)
-    overrides.pop("stages", None)
+    given, export = common.pop("stages", None), common.pop("export", {})
+    if not isinstance(export, Mapping) or export.keys() - _EXPORT or (export and given is None):
+        raise ValueError(
+            f"export in {source} must be a mapping with {' or '.join(sorted(_EXPORT))}, beside `stages`, got "
+            f"{shown(export)}."
+        )
+    overrides = {key: value for key, value in overrides.items() if key not in ("stages", "export")}
     stages: list[Stage] = []
     for name, own in ({"": {}} if given is None else _named(given, source)).items():
         label = f"stage {name} of {source}" if name else source
-        stage = _parsed(name, {**common, **own, **overrides}, flags, label)
+        stage = replace(_parsed(name, {**common, **own, **overrides}, flags, label), export=export)
         if name:
             if stage.training.resume_from_checkpoint is not None:
                 raise ValueError(
@@ -201,4 +211,4 @@ def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: st
     settings["gradient_accumulation_steps"] = (
         training.gradient_accumulation_steps * training.world_size // math.prod(sharing)
     )
-    return Stage(name, script, training, model, data, json.loads(json.dumps(settings, default=str)))
+    return Stage(name, script, training, model, data, json.loads(json.dumps(settings, default=str)), {})
