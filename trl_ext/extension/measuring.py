@@ -96,7 +96,7 @@ def report(
 
 
 def log_verdict(verdict: list[str], report_to: Sequence[str], folder: Path) -> None:
-    """Add the verdict to the logs of the training in `folder`: a text in TensorBoard, a table in W&B."""
+    """Add the verdict to the logs of the training in `folder`: a text in TensorBoard, a table in W&B and trackio."""
     if "tensorboard" in report_to:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -108,6 +108,12 @@ def log_verdict(verdict: list[str], report_to: Sequence[str], folder: Path) -> N
         # a training in other processes, or of an earlier call, has ended its run
         run = wandb.run or wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name="verdict")
         run.log({"verdict": wandb.Table(columns=["verdict"], data=[[sentence] for sentence in verdict])})
+    if "trackio" in report_to:
+        import trackio
+
+        trackio.init(project="huggingface", name="verdict")  # the project of Transformers' runs
+        trackio.log({"verdict": trackio.Table(columns=["verdict"], data=[[sentence] for sentence in verdict])})
+        trackio.finish()
 
 
 def table(results: Results, window: int) -> list[str]:

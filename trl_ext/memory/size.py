@@ -12,7 +12,8 @@ from rope_patch.losses.teacher import adapter_layers
 from rope_patch.rope.rotary import find_causal_lm, find_decoder
 
 _HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
-_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv")
+QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
+"""Of Llama and most others, then of Phi-3, GPT-NeoX and DBRX; c_attn is Qwen's first, with code of its own."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class ModelSize:
         return cls(
             parameters=count(model.parameters()),
             in_layers=count(decoder.parameters()) - numel(ends_of.get_input_embeddings().weight),
-            qkv=sum(count(linear.parameters()) for name, linear in linears if name in _QKV),
+            qkv=sum(count(linear.parameters()) for name, linear in linears if name in QKV),
             # A is [r, in_features], B is [out_features, r]
             lora_per_rank=sum(linear.in_features + linear.out_features for _, linear in linears),
             n_layers=config.num_hidden_layers,

@@ -133,7 +133,7 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
 
     With P parameters, T trained ones, L layers, H features, I within an MLP, Q and K of queries and keys, V entries of
     the vocabulary, r ranks of adapters; B rows of n tokens; w bytes of a weight and of a hidden state, t of a trained
-    value, c of what is multiplied (2 under autocast, else w); and `factors` g, p, s, b (1, 1, 2, 0 of next tokens):
+    value, c of what is multiplied (2 under autocast, else w); `factors` g, p, s, b, k (1, 1, 2, 0, 0 of next tokens):
 
         total       = fixed + checkpoints - freed + masks + beside + max(layer, loss): loss and layers take turns
         fixed       = weights + gradients + optimizer + teacher + casts
@@ -152,7 +152,7 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
           adapters    4 c r; with those on the MLP 7 c r, c I as where down is trained, and inputs of gate and up
         freed       = gradients, at most checkpoints; 0 where gradients of several batches are added, or with `long`
         masks       = (1 + c) B n^2, in one byte and as numbers that are added to scores, from forward to backward
-        beside      = b B n w H, tensors that the objective keeps while layers run
+        beside      = b B n w H, tensors that the objective keeps while layers run; with checkpointing k B n more
         layer       = p B n max(attention, mlp + blocks); in tiles the second of one tile; and c for each weight of
                       the largest quantised matrix, which is decoded for its product
           attention   c (4 H + 6 Q + 2 K) + 4 Q: residual stream and its gradient, the norm's output, queries, keys,
@@ -219,7 +219,7 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
         # DeepSpeed's buffers are of gradients
         freed=0 if step.accumulates or step.long or sharding.buffers else min(checkpoints, gradients),
         masks=(1 + c) * step.rows * n**2 if way == "masks" and (windowed or step.masks_all) else 0,
-        beside=int(step.factors.beside * tokens * w * hidden),
+        beside=int(step.factors.beside * tokens * w * hidden) + step.checkpointing * step.factors.kept * tokens,
         layer=int(layer) + c * size.decoded + (state if step.offloaded_layers else 0),
         loss=_loss(size, step, tokens) + 4 * head * trains_head,
     )

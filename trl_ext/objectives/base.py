@@ -40,12 +40,14 @@ class ActivationFactors:
         at_once: of the tokens that go through a layer at a time.
         states: tensors [tokens, hidden] while the loss is formed, such as those that are compared.
         beside: such tensors that stay while layers run.
+        kept: bytes of a token that all layers together keep beside their inputs where they are checkpointed.
     """
 
     graphs: float = 1.0
     at_once: float = 1.0
     states: float = 2.0
     beside: float = 0.0
+    kept: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,11 @@ class RelationOptions(RelationTargets, ObjectiveOptions):
     def activation_factors(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> ActivationFactors:
         # the teacher's queries, keys and values of all layers, which are about as wide as 1.5 states
         n_layers = config.num_hidden_layers if self.layers is None else len(self.layers)
-        return ActivationFactors(beside=1.5 * n_layers)
+        queries = config.num_attention_heads
+        keys = getattr(config, "num_key_value_heads", None) or queries
+        heads = sum(keys if name in ("k", "v") else queries for name in self.weights)
+        # what the forward of the KL found, in float32: the KL of a row of each head's map, and four sums of it
+        return ActivationFactors(beside=1.5 * n_layers, kept=4 * 5 * heads * n_layers)
 
     def cited(self) -> tuple[str, ...]:
         return (papers.LINEAR_ARD,)

@@ -15,6 +15,7 @@ from rope_patch.patch import view_source
 from rope_patch.rope.rotary import find_causal_lm, find_decoder
 
 from ..config import RopeSFTConfig
+from ..memory.size import QKV
 
 
 def has_rope(model: nn.Module) -> bool:
@@ -103,8 +104,7 @@ def keep_quantised_weights(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-# of Llama and most others, then of Phi-3, GPT-NeoX and DBRX; c_attn is Qwen's first, with code of its own
-_QKV = re.compile(r"(^|\.)(q_proj|k_proj|v_proj|qkv_proj|query_key_value|Wqkv|c_attn)\.")
+_QKV = re.compile(rf"(^|\.)({'|'.join(QKV)})\.")
 
 
 def train_qkv_only(model: nn.Module) -> None:

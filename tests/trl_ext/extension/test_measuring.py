@@ -52,6 +52,20 @@ def test_the_verdict_is_a_table_of_wandb(tmp_path, monkeypatch):
     assert logged == [{"verdict": (["verdict"], [one, two])}, {"verdict": (["verdict"], [one])}]
 
 
+def test_the_verdict_is_a_table_of_trackio(tmp_path, monkeypatch):
+    calls = []
+    trackio = SimpleNamespace(
+        init=lambda **settings: calls.append(settings),
+        log=calls.append,
+        finish=lambda: calls.append("finished"),
+        Table=lambda columns, data: (columns, data),
+    )
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    log_verdict(["Won: one.", "Lost: two."], ["trackio"], tmp_path)
+    shown = {"verdict": (["verdict"], [["Won: one."], ["Lost: two."]])}
+    assert calls == [{"project": "huggingface", "name": "verdict"}, shown, "finished"]
+
+
 def test_the_verdict_is_a_text_of_tensorboard(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log_verdict(["Won: one.", "Lost: two."], ["tensorboard"], tmp_path)
