@@ -96,6 +96,7 @@ RELATION_KERNELS = (
     "_relation_kl_bwd_kernel",
     "_row_kl_hopper_fwd_kernel",
     "relation_kl_hopper_bwd_kernel",
+    "_relation_kl_measure_kernel",
     "_relation_kl_prepare_kernel",
     "_relation_kl_finish_kernel",
 )
