@@ -32,7 +32,7 @@ class Launch:
         self.numbers = numbers
         self.constants = constants
         self.run: Callable[..., None] | None = None
-        self.stream: Callable[[], int] | None = None
+        self.stream: Callable[[], int]
         self.rest: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Any) -> None:

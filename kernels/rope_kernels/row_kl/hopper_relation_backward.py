@@ -261,9 +261,11 @@ def _plan(
             BLOCK_M=64,
         )
         of_heads.append((multiply, finish))
-    shapes = {
-        "largest": (1 + 2 * n_parts, heads),
-        "rows": (5, heads, padded_n),
-        "sums": (launch_heads * padded_n, block_d),
-    }
-    return _Plan(**shapes, measure=measure, prepare=prepare, heads=of_heads)
+    return _Plan(
+        largest=(1 + 2 * n_parts, heads),
+        rows=(5, heads, padded_n),
+        sums=(launch_heads * padded_n, block_d),
+        measure=measure,
+        prepare=prepare,
+        heads=of_heads,
+    )
