@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -42,6 +43,9 @@ _NEEDLES: dict[str, dict[str, Any]] = {
 }
 _SEED = 42  # lm-eval's
 _TOKENS = 1 << 20  # of prompts for which it is worth starting a process, which takes seconds
+_LONG = 1 << 15  # tokens of a prompt from which on lm-eval's search for its length is spared most counting
+_NEAR = 0.92  # share of the length from which on each text is counted
+_AGAIN = 1.25  # times the last counted text, from which on a longer one is counted
 SHORTEST_LENGTH = 4096
 """RULER's shortest length, in tokens; its generators cannot fill much shorter prompts."""
 _VT_EXAMPLE = 500  # tokens of the example that lm-eval puts before a prompt of variable tracking
@@ -179,6 +183,7 @@ def require_haystack(
         )
 
 
+@lru_cache(maxsize=2)
 def _words(haystack: str) -> list[str]:
     return re.sub(r"\s+", " ", haystack).split(" ")
 
@@ -194,6 +199,7 @@ def _documents(
 ) -> list[dict[str, Any]]:
     """lm-eval's documents of one task and length, made from `source`; `frame` tokens stand around each prompt."""
     room = length - frame
+    counting: Any = tokenizer if length < _LONG else _Counting(tokenizer, room)
     with _generators(task, length, seed) as lm_eval:
         if task in _NEEDLES:
             kind = _NEEDLES[task]["type_haystack"]
@@ -203,7 +209,7 @@ def _documents(
                 max_seq_length=room,
                 template=lm_eval.niah_utils.TEMPLATE,
                 num_samples=samples,
-                TOKENIZER=tokenizer,
+                TOKENIZER=counting,
                 **_NEEDLES[task],
             )
         if task == "ruler_vt":
@@ -213,7 +219,7 @@ def _documents(
             (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=_VT_EXAMPLE, incremental=5)
             shown = f"{example['input']} {' '.join(example['outputs'])}\n\n"
             _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30 + frame, shown)
-            return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=room, icl_example=example)
+            return make(tokenizer=counting, num_samples=samples, max_seq_length=room, icl_example=example)
         if task == "ruler_cwe":
             # 10 words; 120 tokens of answer
             _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, room), 120 + frame)
@@ -226,6 +232,27 @@ def _documents(
         return lm_eval.qa_utils.generate_samples(
             tokenizer=tokenizer, docs=docs, qas=qas, max_seq_length=room, num_samples=min(samples, len(qas))
         )
+
+
+class _Counting:
+    """Counts the tokens of a text for lm-eval, which tokenises a longer and longer prompt until it is `length` tokens.
+
+    That takes minutes at 131072 tokens. So a text far below `length` is said to have as many tokens a character as the
+    last one that was counted; texts near `length`, and so all prompts that are used, are counted.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+        self.tokenizer = tokenizer
+        self.length = length
+        self.characters, self.rate = 0, 0.0  # of the last counted text, and its tokens a character
+
+    def __call__(self, text: str) -> Any:
+        estimate = int(self.rate * len(text))
+        if estimate < _NEAR * self.length and len(text) < _AGAIN * self.characters:
+            return SimpleNamespace(input_ids=range(estimate))
+        counted = self.tokenizer(text)
+        self.characters, self.rate = len(text), len(counted.input_ids) / max(len(text), 1)
+        return counted
 
 
 @contextmanager
@@ -244,10 +271,11 @@ def _generators(task: str, length: int, seed: int) -> Iterator[Any]:
     replaced = [(m, "tqdm", lambda items, **_: items) for m in modules.values() if hasattr(m, "tqdm")]
     replaced.append((prepare_niah, "cached_sent_tokenize", split))
     before = [getattr(m, name) for m, name, _ in replaced]
-    states = random.getstate(), cwe_utils.RNG.getstate()
+    states = random.getstate(), cwe_utils.RNG.getstate(), np.random.get_state()
     for m, name, value in replaced:
         setattr(m, name, value)
     random.seed(_SEED + seed)
+    np.random.seed(_SEED + seed)
     cwe_utils.RNG.seed(_SEED + seed)
     try:
         with redirect_stdout(StringIO()):  # one of them prints its search for a length
@@ -263,6 +291,7 @@ def _generators(task: str, length: int, seed: int) -> Iterator[Any]:
     finally:
         random.setstate(states[0])
         cwe_utils.RNG.setstate(states[1])
+        np.random.set_state(states[2])
         for (m, name, _), value in zip(replaced, before, strict=True):
             setattr(m, name, value)
 

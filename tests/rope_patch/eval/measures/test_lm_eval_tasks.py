@@ -297,6 +297,30 @@ def test_ruler_of_a_model_that_always_or_never_finds(tmp_path):
     assert type(always).from_dict(json.loads(json.dumps(always.to_dict()))) == always
 
 
+@pytest.mark.parametrize("task", ["niah_multivalue", "niah_multikey_2"])
+def test_long_prompts_are_the_same_where_few_texts_are_counted_to_find_their_length(task, monkeypatch):
+    module, counted = sys.modules["rope_patch.eval.measures.ruler_prompts"], []
+
+    class Counted:
+        chat_template = None
+
+        def __call__(self, text, **options):
+            counted.append(len(text))
+            return TOKENIZER(text, **options)
+
+        def __getattr__(self, name):
+            return getattr(TOKENIZER, name)
+
+    def make(long):
+        monkeypatch.setattr(module, "_LONG", long)
+        counted.clear()
+        options = {"tasks": [task], "samples": 2, "haystack": TEXT * 40}
+        return ruler_prompts(Counted(), [60000], **options, progress=False), sum(counted)
+
+    (few, characters), (every, all_characters) = make(1), make(1 << 20)
+    assert few == every and characters < 0.7 * all_characters
+
+
 def test_prompts_of_several_processes_are_those_of_one(monkeypatch):
     options = {"tasks": ["niah_single_2", "niah_multikey_2", "ruler_fwe"], "samples": 2, "haystack": TEXT}
     alone = ruler_prompts(TOKENIZER, [1500, 2500], **options, progress=False)
