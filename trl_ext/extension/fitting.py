@@ -107,6 +107,11 @@ def remedies(facts: ModelFacts, options: ExtendOptions, choices: Choices, machin
         if n_gpus is not None:
             rows = f" --rows-per-step {n_gpus}" if options.rows_per_step % n_gpus else ""
             found.append(f"{n_gpus} such GPUs: --devices {n_gpus}{rows}")
+    if machine.device == "cuda" and measured_bytes(facts, machine) > machine.room:
+        found.append(
+            "a recipe of your own, rope-patch train RECIPE.yaml --accelerate-config fsdp2: extend measures on one GPU, "
+            "and spreads no weights by device_map"
+        )
     least = needed_bytes(facts, choices, machine, None)
     room = math.ceil(least / machine.room * machine.memory / GIB)
     return [*found, f"one GPU of {room} GiB" if machine.device == "cuda" else f"{room} GiB of free memory"]

@@ -91,7 +91,9 @@ def test_qlora_makes_a_training_fit_and_one_gpu_measures_all_weights():
     assert extension_plan(model, 28, 1, train="qlora").fits
     small = extension_plan(model, 16, 1, train="qlora", row_length=4096)
     assert small.memory.total < small.machine.room and small.misfit.startswith("measuring the model with all weights")
-    assert small.remedies == ["one GPU of 17 GiB"]
+    recipe, gpu = small.remedies
+    assert recipe.startswith("a recipe of your own, rope-patch train") and "no weights by device_map" in recipe
+    assert gpu == "one GPU of 17 GiB"
     assert extension_plan(model, 80, 8, train="qlora").engine.config == "ddp"
 
 

@@ -259,6 +259,7 @@ def test_another_run_in_the_same_folder_is_refused(done, monkeypatch):
         ({"stages": [{**DISTIL, "name": "../a"}]}, "lora", "must be a name for a folder"),
         ({"stages": {"distil": DISTIL}}, "lora", "stages in the recipe must be a list of mappings, .* got {'distil'"),
         ({"stages": []}, "lora", r"stages in the recipe must be a list of mappings, .* got \[\]"),
+        ({"export": {"windows": 64}}, "lora", "export in the recipe must be a mapping with check or window, .* got"),
         ({"resume_from_checkpoint": "x"}, "lora", "resume_from_checkpoint is for a recipe without stages"),
         ({"trust_remote_code": True}, "lora", "leave trust_remote_code out, or write a recipe for each stage"),
         (
