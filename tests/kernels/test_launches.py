@@ -13,9 +13,10 @@ class Compiled:
     def __init__(self, passed):
         self.passed = passed
 
-    def __getitem__(self, grid):
-        assert len(grid) == 3
-        return lambda *arguments, stream: self.passed.append(("kept", grid, arguments, stream))
+    function, packed_metadata = 11, (12, 13)
+
+    def run(self, *arguments):
+        self.passed.append(("kept", *arguments))
 
 
 class Kernel:
@@ -51,9 +52,10 @@ def test_later_launches_run_what_the_first_one_compiled(kernel):
     launch(y, None)
     launch(z, None)
     assert [kind for kind, *_ in kernel.passed] == ["bound", "kept", "kept"]
-    assert kernel.passed[0][1:] == ((3, 2), (x, None, 0.5, 9), {"CAUSAL": True, "BLOCK": 16, "num_warps": 4})
-    # constants in the order of the parameters, no options, on the current stream of the current device
-    assert kernel.passed[2][1:] == ((3, 2, 1), (z.data_ptr(), None, 0.5, 9, 16, True), 71)
+    assert kernel.passed[0][1:] == ((3, 2, 1), (x, None, 0.5, 9), {"CAUSAL": True, "BLOCK": 16, "num_warps": 4})
+    # on the current device's stream, nothing for hooks, constants in the order of the parameters, no options
+    for_hooks = (None, None, None)
+    assert kernel.passed[2][1:] == (3, 2, 1, 71, 11, (12, 13), *for_hooks, z.data_ptr(), None, 0.5, 9, 16, True)
 
 
 def test_an_address_that_is_no_multiple_of_16_goes_through_triton(kernel):
@@ -62,3 +64,15 @@ def test_an_address_that_is_no_multiple_of_16_goes_through_triton(kernel):
     for y in (x[1:], x, x[4:], x[2:], x[3:], x):
         launch(x, y)
     assert [kind for kind, *_ in kernel.passed] == ["bound", "bound", "kept", "bound", "bound", "kept"]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_launches_go_through_triton_while_a_hook_listens(kernel, monkeypatch, name):
+    launch = Launch(kernel, (3,), (0.5, 9), BLOCK=16, CAUSAL=True)
+    x = torch.empty(64)
+    launch(x, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(launches.knobs.runtime, name), "calls", [print])
+        launch(x, x)
+    launch(x, x)
+    assert [kind for kind, *_ in kernel.passed] == ["bound", "bound", "kept"]
