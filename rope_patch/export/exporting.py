@@ -33,7 +33,7 @@ from .card import write_export_card
 from .gguf import convert, find_converter, require_known_tokenizer
 from .outcomes import TESTED, as_transformers_reads, wrong_outcomes
 from .programs import PROGRAMS
-from .reloading import reference_of, require_same_logits
+from .reloading import reference_of, require_same_logits, to_gpu_with_room
 from .sources import base_of, load, revision_of_base
 from .weights import final_weights, is_adapted, plain_name, require_exportable
 from .writing import ShardWriter, by_layer, whole_folder
@@ -93,7 +93,8 @@ def export(
     Adapters are merged. LoRA on a quantised base is merged into its dequantised weights. RoPE parameters are written in
     the current and in the older form of Transformers. If the program ignores an attention factor, it is folded into
     the weights. If the program would serve the model wrong, export raises before it writes anything. The model is not
-    changed. Memory holds its weights and one shard; the check loads the checkpoint again, in another process. LICENSE,
+    changed. Memory holds its weights and one shard; the check loads the checkpoint again, in another process. A folder
+    is loaded on a GPU that has room for both, hidden by CUDA_VISIBLE_DEVICES="", else on the CPU. LICENSE,
     NOTICE, COPYING and USE_POLICY files of the model, and of the base that it was trained from, are copied.
 
     Args:
@@ -145,6 +146,8 @@ def export(
     with whole_folder(out) as unfinished:
         loaded = model if source is None else load(source, revision)
         assert isinstance(loaded, nn.Module)
+        if check and source is not None:
+            to_gpu_with_room(loaded)
         causal_lm, decoder = find_causal_lm(loaded), find_decoder(loaded)
         text = text_config(causal_lm, decoder)
         _require_plain(causal_lm, decoder)

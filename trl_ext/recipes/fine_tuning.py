@@ -24,6 +24,7 @@ from rope_patch.base.remote_code import load_pretrained
 from rope_patch.checkpoints.checked_loading import load_checkpoint
 from rope_patch.eval.report import require_writable
 from rope_patch.export import PROGRAMS, export
+from rope_patch.export.reloading import to_gpu_with_room
 from rope_patch.export.writing import unfinished_folders
 from rope_patch.model_card import read_runs
 
@@ -219,7 +220,7 @@ def _export(trained: Path, result: Path, options: dict[str, Any], dtype: Any) ->
         shutil.rmtree(unfinished)
     is_adapter = (trained / ADAPTER_CONFIG).is_file()
     # weights are trained in float32, which would double the checkpoint
-    export(trained if is_adapter else load_checkpoint(trained, dtype=dtype), result, **options)
+    export(trained if is_adapter else to_gpu_with_room(load_checkpoint(trained, dtype=dtype)), result, **options)
 
 
 def _settings(stages: Sequence[Stage], begun: Sequence[Stage]) -> dict[str, Any]:
