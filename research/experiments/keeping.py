@@ -342,17 +342,18 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts
         return curve.bins([*(e for e in EDGES if e < curve.seq_len), curve.seq_len])
 
     begin = time.perf_counter()
-    figures: dict[str, Any] = {
+    figures: dict[str, Any] = {}
+    for chat, lengths in ruler_lengths(args).items():
+        figures["ruler" if chat == "off" else "ruler_chat"] = ruler_scores(
+            model, data.tokenizer, lengths, args.ruler, data.ruler[chat], parts, chat
+        )
+    figures |= {
         "loss_by_position": parts.get("losses", losses),
         "own": parts.get("own", partial(own_text_figures, model, native, data.tokenizer, data.held_out_own)),
         "asked": [parts.get(f"{cell}", partial(asked, model, data, *cell)) for cell in data.asked],
     }
     if data.paragraphs:
         figures["squad"] = parts.get("squad", partial(answers_about, model, data.tokenizer, data.paragraphs))
-    for chat, lengths in ruler_lengths(args).items():
-        figures["ruler" if chat == "off" else "ruler_chat"] = ruler_scores(
-            model, data.tokenizer, lengths, args.ruler, data.ruler[chat], parts, chat
-        )
     if args.bench:
         figures["short_text"] = parts.get("short_text", partial(short_text_figures, model, data, args))
     figures["measure_seconds"] = time.perf_counter() - begin

@@ -2,14 +2,16 @@
 
 Run: python research/experiments/ruler_results.py [--add FILE.jsonl ...]
 
---add names files of keeping.py, of which what the tables need goes to ruler-later-h200.jsonl first. What it has of a
-model and seed stands beside what ruler-h200.jsonl has: other lengths, the chat template, short text, other seeds.
+--add names files of keeping.py, also OUT.parts.jsonl of a run that was cut off, of which what the tables need goes to
+ruler-later-h200.jsonl first. What it has of a model and seed stands beside what ruler-h200.jsonl has: other lengths, the
+chat template, short text, other seeds.
 
 Scores are means over tasks, each with as many prompts, and over seeds. A figure that is below the model as it came
 beyond noise is marked with *: the 95 % interval of the paired difference lies below 0.
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any
 from keeping_results import beyond, cell, ended
 from paired_results import head, macro, row
 from result_lines import add_line, mean_of, read_lines, runs_by_arm, spread
+from result_parts import Parts
+from rope_patch.eval.measures.ruler_prompts import TASKS
 from rope_patch.eval.results.figures import add_legend, compact, mark_window, new_figure, save_figure
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +76,12 @@ def _add_lengths(measured: dict[str, Any], later: dict[str, Any]) -> None:
 
 
 def add(file: Path, later: Path = LATER) -> None:
-    """Add what the tables need of a file of keeping.py, but replies."""
-    for line in read_lines(file):
+    """Add what the tables need of a file of keeping.py, or of the parts of a run that was cut off, but replies."""
+    lines = read_lines(file)
+    if lines and "part" in lines[0]:
+        runs = dict.fromkeys((line["arm"], line["seed"]) for line in lines if line["part"])
+        lines = [_of_parts(file, *run) for run in runs]
+    for line in lines:
         kept = {name: line[name] for name in KEPT if name in line}
         for form in RULER:
             if form in kept:
@@ -81,6 +89,21 @@ def add(file: Path, later: Path = LATER) -> None:
         if "own" in kept:
             kept["own"] = {name: value for name, value in line["own"].items() if name != "shown"}
         add_line(later, kept)
+
+
+def _of_parts(file: Path, arm: str, seed: int) -> Run:
+    """What a run that was cut off had measured: of RULER the lengths at which all tasks were asked."""
+    known = Parts(file, {"arm": arm, "seed": seed}).known
+    line = {"arm": arm, "seed": seed, **known.get("training", {})}
+    line |= {name: known[part] for name, part in (("loss_by_position", "losses"), ("own", "own")) if part in known}
+    for form, chat in (("ruler", {}), ("ruler_chat", {"chat": True})):
+        asked = [json.loads(name) for name in known if name.startswith('{"task"')]
+        lengths = dict.fromkeys(cell["length"] for cell in asked)
+        cells = {n: [known.get(json.dumps({"task": task, "length": n, **chat})) for task in TASKS] for n in lengths}
+        if whole := [n for n in lengths if all(cells[n])]:
+            scores = {task: [cells[n][k]["scores"] for n in whole] for k, task in enumerate(TASKS)}
+            line[form] = {"lengths": whole, "scores": scores}
+    return line
 
 
 def lengths_of(runs: Runs, form: str = "ruler") -> list[int]:

@@ -5,6 +5,7 @@ import re
 
 from support.pages import RESULTS
 
+from result_parts import Parts
 from ruler_results import (
     add,
     beside,
@@ -73,3 +74,27 @@ def test_what_is_measured_later_stands_beside_what_there_is(tmp_path):
     assert in_chat(runs).splitlines()[2] == f"| as it came | {mean_score(runs, 'native', 8192):.3f} | 0.250 |"
     assert plot(runs, tmp_path / "figure")
     assert table in written((RESULTS / "ruler.md").read_text(), [table])
+
+
+def test_of_a_run_that_was_cut_off_the_lengths_are_added_at_which_all_tasks_were_asked(tmp_path):
+    given, later = tmp_path / "given.parts.jsonl", tmp_path / "later.jsonl"
+    tasks = sorted(RUNS["native"][0]["ruler"]["scores"])
+
+    def ask(parts, length, score, of=tasks, **chat):
+        for task in of:
+            parts.get(json.dumps({"task": task, "length": length, **chat}), lambda: {"scores": [score] * 20})
+
+    parts = Parts(given, {"arm": "skills", "seed": 1, "question_seed": 0})
+    parts.begin()
+    ask(parts, 65536, 1.0)
+    parts.begin()  # trained anew
+    parts.get("training", lambda: {"train_seconds": 5.0})
+    ask(parts, 65536, 0.25)
+    ask(parts, 8192, 0.5, chat=True)
+    ask(parts, 32768, 0.5, tasks[1:], chat=True)
+    Parts(given, {"arm": "skills", "seed": 2, "question_seed": 0}).begin()
+    add(given, later)
+    (line,) = map(json.loads, later.read_text().splitlines())
+    assert [line["arm"], line["seed"], line["train_seconds"]] == ["skills", 1, 5.0]
+    assert line["ruler"]["lengths"] == [65536] and line["ruler_chat"]["lengths"] == [8192]
+    assert scores(line, 65536) == [0.25] * 260 and scores(line, 8192, form="ruler_chat") == [0.5] * 260
