@@ -53,15 +53,23 @@ def test_documented_times_are_those_of_the_files():
         if row["length"] < 262144:
             assert f"| {row['tokens_per_second']:.0f} |" in steps
     kernels = page("kernels")
-    for row in json.loads((RESULTS / "relation-kl-h200.json").read_text())["rows"]:
-        if row["n"] >= 8192:
-            ours = row["relation_kl"]
-            assert f"| {ours['forward_ms']:.2f} / {ours['both_ms']:.2f} |" in kernels
-            assert f"| {ours['both_ms'] / row['cudnn']['both_ms']:.2f} |" in kernels
-    for row in json.loads((RESULTS / "relation-kl-graphs-h200.json").read_text())["rows"]:
-        if row["n"] == 8192 and "H32" not in row["shape"]:
-            for kernel in ("relation_kl", "cudnn"):
-                assert f"{row[kernel]['both_graph_ms']:.2f}" in kernels
+    rows = json.loads((RESULTS / "relation-kl-h200.json").read_text())["rows"]
+    earlier = json.loads((RESULTS / "relation-kl-not-finite-h200.json").read_text())["rows"]
+    for row in rows + [row for row in earlier if row["n"] == 16384]:
+        ours, cudnn, flash = (row[name] for name in ("relation_kl", "cudnn", "flash2"))
+        graphs = [times["both_graph_ms"] for times in (ours, cudnn, flash)]
+        cells = [*graphs, graphs[0] / graphs[1]]
+        if row in rows:
+            assert f"| {ours['forward_ms']:.2f} / {ours['both_ms']:.2f} | {cudnn['forward_ms']:.2f} / " in kernels
+            cells.append(row["over_graph"])
+        assert f"| {' | '.join(f'{cell:.2f}' for cell in cells)} |" in kernels
+    packed = section("kernels", "Packed rows")
+    runs = [json.loads(line) for line in (RESULTS / "relation-kl-packed-h200.jsonl").read_text().splitlines()]
+    for row in [row for run in runs for row in run["rows"]]:
+        graph = row["relation_kl"]["both_graph_ms"]
+        ratios = [row["ratio"][peer] for peer in ("varlen", "flex")]
+        ratios += [graph / row[peer]["both_graph_ms"] for peer in ("any_gpu", "cudnn")]
+        assert f"| {' | '.join(f'{cell:.2f}' for cell in (graph, *ratios))} |" in packed
     beside = section("kernels", "Beside FlashAttention-4")
     for row in json.loads((RESULTS / "relation-kl-flash4-h200.json").read_text())["rows"]:
         if row["n"] == 16384 and "H3" not in row["shape"]:
