@@ -94,18 +94,19 @@ class Watch:
         exporting it.
         """
         stage = next((stage for stage in self.stages if stage["stage"].startswith("Training")), None)
-        saved = self.training / "stage.json"
-        if stage is None or not self.steps or not saved.is_file():
+        if stage is None or not self.steps:
             return {}
-        trained = saved.stat().st_mtime
         ends = [self.steps[0].began, *(step.written for step in self.steps)]
         steps = zip(self.steps, ends, ends[1:], strict=False)
-        return {
+        times: dict[str, Any] = {
             "loading": ends[0] - stage["began"],
             "steps": [{"to": step.step, "seconds": after - before} for step, before, after in steps],
-            "saving": trained - ends[-1],
-            "exporting": stage["began"] + stage["seconds"] - trained,
         }
+        saved = self.training / "stage.json"
+        if saved.is_file():
+            trained = saved.stat().st_mtime
+            times |= {"saving": trained - ends[-1], "exporting": stage["began"] + stage["seconds"] - trained}
+        return times
 
 
 def main() -> None:
