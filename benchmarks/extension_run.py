@@ -13,8 +13,10 @@ had allocated: of other stages in this process, of training on the GPU that took
 import argparse
 import json
 import shutil
+import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,8 @@ def make_checkpoint(shape: str, tokenizer: Path, folder: Path, device: str) -> N
 class Watch:
     """When each stage began, what PyTorch had allocated within it, and when each training step was logged."""
 
-    def __init__(self, training: Path) -> None:
-        self.training = training
+    def __init__(self, training: Path, write: Callable[[], None]) -> None:
+        self.training, self.write = training, write
         self.stages: list[dict[str, Any]] = []
         self.steps: list[Progress] = []
         self.ended = threading.Event()
@@ -68,6 +70,8 @@ class Watch:
     def start(self, stage: str) -> None:
         """Begin a stage."""
         self.end()
+        if self.stages:
+            self.write()  # a run that is killed leaves the stages that it ended
         self.stages.append({"stage": stage, "began": time.time()})
 
     def end(self) -> None:
@@ -86,17 +90,23 @@ class Watch:
                 self.steps.append(progress)
 
     def training_times(self) -> dict[str, Any]:
-        """Seconds from the beginning of the stage to its first step, of each step, and from the last one to the end."""
+        """Seconds from the beginning of the stage to its first step, of each step, of saving what was trained, and of
+        exporting it.
+        """
         stage = next((stage for stage in self.stages if stage["stage"].startswith("Training")), None)
         if stage is None or not self.steps:
             return {}
         ends = [self.steps[0].began, *(step.written for step in self.steps)]
         steps = zip(self.steps, ends, ends[1:], strict=False)
-        return {
+        times: dict[str, Any] = {
             "loading": ends[0] - stage["began"],
             "steps": [{"to": step.step, "seconds": after - before} for step, before, after in steps],
-            "exporting": stage["began"] + stage["seconds"] - ends[-1],
         }
+        saved = self.training / "stage.json"
+        if saved.is_file():
+            trained = saved.stat().st_mtime
+            times |= {"saving": trained - ends[-1], "exporting": stage["began"] + stage["seconds"] - trained}
+        return times
 
 
 def main() -> None:
@@ -112,6 +122,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-only", action="store_true", help="make the checkpoint and end")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background of a shell ignores
     begin, base = time.time(), args.folder / args.shape
     if not (base / "config.json").is_file():
         make_checkpoint(args.shape, args.tokenizer, base, "cuda" if torch.cuda.is_available() else "cpu")
@@ -130,15 +141,6 @@ def main() -> None:
     ExtensionPlan.of = kept  # type: ignore[method-assign]
     output = args.folder / "out"
     shutil.rmtree(output, ignore_errors=True)
-    watch = Watch(output / "training")
-    error: BaseException | None = None
-    try:
-        print(extend(base, to=args.to, data=args.data, output=output, tell=watch.tell, **args.options))
-    except (Exception, KeyboardInterrupt) as failure:  # what was measured until then is written all the same
-        error = failure
-    watch.end()
-    watch.ended.set()
-    watch.thread.join()
     facts: dict[str, Any] = {
         "shape": args.shape,
         "to": args.to,
@@ -148,30 +150,40 @@ def main() -> None:
         "device": device_name(torch.cuda.is_available()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "error": None if error is None else repr(error)[-2000:],
     }
-    for plan in plans:
-        facts["planned"] = {
-            "minutes": asdict(plan.minutes),
-            "gib": (plan.memory.total if plan.engine is None else plan.engine.bytes) / GIB,
-            "rows": plan.rows,
-            "tokens": plan.tokens,
-            "steps": plan.steps,
-            "engine": None if plan.engine is None else plan.engine.config,
-            "choices": {choice.name: choice.text for choice in plan.choices.all},
+
+    def write() -> None:
+        for plan in plans:
+            facts["planned"] = {
+                "minutes": asdict(plan.minutes),
+                "gib": (plan.memory.total if plan.engine is None else plan.engine.bytes) / GIB,
+                "rows": plan.rows,
+                "tokens": plan.tokens,
+                "steps": plan.steps,
+                "engine": None if plan.engine is None else plan.engine.config,
+                "choices": {choice.name: choice.text for choice in plan.choices.all},
+            }
+        done = output / "training/stage.json"
+        facts["measured"] = {
+            "stages": watch.stages,
+            "training": watch.training_times(),
+            "figures": read_run_record(done) if done.is_file() else None,
         }
-    done = output / "training/stage.json"
-    facts["measured"] = {
-        "stages": watch.stages,
-        "training": watch.training_times(),
-        "figures": read_run_record(done) if done.is_file() else None,
-    }
-    text = json.dumps(facts, indent=1)
-    print(text, flush=True)
-    if args.out:
-        args.out.write_text(f"{text}\n")
-    if error is not None:
-        raise error
+        if args.out:
+            args.out.write_text(f"{json.dumps(facts, indent=1)}\n")
+
+    watch = Watch(output / "training", write)
+    try:
+        print(extend(base, to=args.to, data=args.data, output=output, tell=watch.tell, **args.options))
+    except (Exception, KeyboardInterrupt) as failure:
+        facts["error"] = repr(failure)[-2000:]
+        raise
+    finally:  # what was measured until then is written all the same
+        watch.end()
+        watch.ended.set()
+        watch.thread.join()
+        write()
+        print(json.dumps(facts, indent=1), flush=True)
 
 
 if __name__ == "__main__":

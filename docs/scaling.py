@@ -259,11 +259,12 @@ def extend_table() -> str:
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in ("Llama-3-8B", "Qwen3-8B"):
         facts = extended_model(name)
-        for given in ({}, {"train": "all"}):
-            for n_gpus in (1, 8):
+        for given, gpus in (({}, (1, 8)), ({"train": "qlora"}, (1,)), ({"train": "all"}, (1, 8))):
+            for n_gpus in gpus:
                 plan = extension_plan(facts, GPU_GIB, n_gpus, **given)
                 weights = plan.choices.weights.value
-                trained = "all weights" if weights["train"] == "all" else "LoRA, which is chosen"
+                named = {"all": "all weights", "qlora": "QLoRA", "lora": "LoRA, which is chosen"}
+                trained = named[weights["train"]]
                 trained += ", checkpointed" * weights["gradient_checkpointing"]
                 engine = "-" if plan.engine is None else f"`{plan.engine.config}`"
                 held = (plan.memory.total if plan.engine is None else plan.engine.bytes) / GIB

@@ -73,9 +73,14 @@ class Reference:
 def to_gpu_with_room(model: nn.Module) -> nn.Module:
     """Move `model` to the GPU if that has room for it twice, as the check loads it again; else leave it."""
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    if torch.cuda.is_available() and 2 * weights + _BESIDE <= free_gpu_bytes():
+    if torch.cuda.is_available() and has_room(weights, free_gpu_bytes()):
         model.to("cuda")
     return model
+
+
+def has_room(weights: int, free: int) -> bool:
+    """Whether a GPU with `free` bytes holds a model with `weights` bytes twice."""
+    return 2 * weights + _BESIDE <= free
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from ..recipes.engine_advice import EngineNeed
 from ..rows.mix import SHORTER, rows_by_kind
 from ..rows.sampling import AT_ONCE
 from .choices import Choices
-from .duration import H200_OPERATIONS, ROUGH, Rate, forward_calls, step_calls, step_operations
+from .duration import H200_OPERATIONS, ROUGH, Rate, export_seconds, forward_calls, step_calls, step_operations
 from .facts import ModelFacts
 from .fitting import command_of, engine_of, fits, measured_bytes, needed_bytes, remedies
 from .machine import GIB, Machine
@@ -35,12 +35,13 @@ class Minutes:
     measure: float
     write: float
     train: float
+    export: float
     measurements: int
 
     @property
     def total(self) -> float:
         """Minutes of all stages."""
-        return self.measurements * self.measure + self.write + self.train
+        return self.measurements * self.measure + self.write + self.train + self.export
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class ExtensionPlan:
             *([f"  {self.minutes.write:8.1f}  texts that it writes itself"] if self.minutes.write else []),
             f"  {self.minutes.train:8.1f}  training"
             + (f" on {n_gpus} GPUs, as if they never waited for each other" if n_gpus > 1 else ""),
+            f"  {self.minutes.export:8.1f}  merging, writing and checking the checkpoint",
             f"  {self.minutes.measure:8.1f}  measuring it again",
             f"  {self.minutes.total:8.1f}  together ({_hours(self.minutes.total)})",
         ]
@@ -259,7 +261,9 @@ def _minutes(
             # one token of each text: a multiplication and an addition with each weight
             seconds = rate.seconds(2.0 * size.parameters * AT_ONCE[step.device], calls)
         write = sum(seconds_of_writing(facts, step.device, kind, tokens, seconds) for kind, tokens in own.items())
-    return Minutes(measure / 60, write / 60, train / 60, measurements=3 if options.untrained else 2)
+    export = export_seconds(size, facts.dtype.itemsize, machine.device, rate, machine.memory)
+    measurements = 3 if options.untrained else 2
+    return Minutes(measure / 60, write / 60, train / 60, export / 60, measurements)
 
 
 def _batches(choices: Choices, options: ExtendOptions) -> float:

@@ -146,7 +146,8 @@ def peak_memory(size: ModelSize, step: Step, sharding: Sharding | None = None) -
         kept        = for each token of a layer the sum of
           norms       4 H each in float32, and w H more where its weight is trained; so those of queries and keys
           inputs      of products with trained weights, c H each: of q, k, v, gate and up where autocast copies each,
-                      else of two; of adapters (or q, k, v) 3 where autocast copies, else 1; of o's Q besides
+                      else of two; of adapters (or q, k, v) 3 where autocast copies, else 1, as over 4 bits; of o's
+                      Q besides, where it copies
           attention   2 c (Q + K): q, k, v and the output
           MLP         3 c I: gate, its activation, up; c I more, down's input, where down is trained
           adapters    4 c r; with those on the MLP 7 c r, c I as where down is trained, and inputs of gate and up
@@ -237,7 +238,7 @@ def _state_bytes(optimizer: str, trained_bytes: float) -> float:
 def saved_of_layer(size: ModelSize, step: Step) -> int:
     """Bytes a token that a layer keeps for its backward: "kept" of `peak_memory`."""
     w, c, everything, adapted = step.weight_bytes, step.product_bytes, step.train == "all", step.train == "lora"
-    copies = c < w or (step.autocast and adapted)  # adapters take their input in float32
+    copies = c < w or (step.autocast and adapted and not size.decoded)  # PEFT's LoRA casts its input, not over 4 bits
     mlp = everything or step.adapts_mlp
     norms = size.norms * (4 + w * everything) * size.hidden + (4 + c * everything) * size.normed
     inputs = c * size.hidden * ((5 if copies else 2) if mlp else (3 if copies else 1))

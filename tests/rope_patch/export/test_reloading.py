@@ -5,8 +5,8 @@ import torch
 from support.tiny import tiny
 
 from rope_patch import export, patch_model
-from rope_patch.export import reloading
-from rope_patch.export.reloading import reference_of, require_same_logits
+from rope_patch.export import exporting, reloading
+from rope_patch.export.reloading import has_room, reference_of, require_same_logits
 
 WINDOW, ORIGINAL = 2400, 600
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -84,6 +84,23 @@ def test_a_model_that_takes_no_positions_is_compared_at_near_ones(tmp_path, monk
     done = export(model, tmp_path / "out")
     assert done.checked_tokens == 512 and done.checked_to == 511
     assert "(512 tokens, up to position 511)" in str(done)
+
+
+def test_a_gpu_has_room_for_the_model_and_the_checkpoint_that_the_check_loads():
+    assert has_room(16 << 30, 34 << 30) and not has_room(16 << 30, (34 << 30) - 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_folder_is_checked_on_a_gpu_with_room(tmp_path, monkeypatch):
+    devices, of_rows = [], exporting.reference_of
+    monkeypatch.setattr(
+        exporting, "reference_of", lambda *given: devices.append(given[0].device.type) or of_rows(*given)
+    )
+    folder = saved(tiny(max_position_embeddings=64), tmp_path / "model")
+    assert export(folder, tmp_path / "near").difference < 1e-5
+    monkeypatch.setattr(reloading, "free_gpu_bytes", lambda: 1 << 30)
+    assert export(folder, tmp_path / "far").difference < 1e-5 and devices == ["cuda", "cpu"]
 
 
 def test_a_table_of_frequencies_that_grows_is_as_it_was(tmp_path):

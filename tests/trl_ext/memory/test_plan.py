@@ -221,7 +221,7 @@ def test_the_plan_of_steps_that_an_h200_measured(line, monkeypatch):
 def test_steps_of_extend_that_an_h200_measured(line, big_host):
     """Those of benchmarks/extension_memory.py, of all weights, q k v or adapters, and of models with sliding windows.
 
-    `extend` estimates them from its choices, and the trainer from the model.
+    `extend` estimates them from its choices, and the trainer from the model, which is not in 4 bits here.
     """
     shape, length, train, checkpointing, objective = extension_memory.CASES[line["case"]]
     config = AutoConfig.for_model(**{"model_type": "llama", **extension_memory.SHAPES[shape]})
@@ -231,6 +231,8 @@ def test_steps_of_extend_that_an_h200_measured(line, big_host):
     facts = ModelFacts(shape, config, None, window, torch.bfloat16)
     memory = peak_memory(facts.size, choices.step("cuda"))
     assert memory.total / GIB == pytest.approx(line["peak_gib"], rel=0.05)
+    if train == "qlora":
+        return
     (stage,) = read_stages(recipe(facts, options, choices, 8), use_cpu=True)
     with torch.device("meta"):
         dtype = getattr(torch, stage.loading["dtype"])
