@@ -1,6 +1,5 @@
 """RopeSFTTrainer with objective="native-distill": normalisation, batches, what is logged, what is learned."""
 
-
 import pytest
 import torch
 from datasets import Dataset
