@@ -21,6 +21,10 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from rope_patch.eval import EvalPlan, Ruler, lm_eval_tasks, ruler, run_suite, short_text
 from rope_patch.eval.measures.harness import evaluate, quiet, task_index
@@ -294,19 +298,22 @@ def test_ruler_of_a_model_that_always_or_never_finds(tmp_path):
     assert type(always).from_dict(json.loads(json.dumps(always.to_dict()))) == always
 
 
-def test_prompts_of_several_processes_are_those_of_one(monkeypatch):
-    tasks = ["niah_single_2", "niah_multikey_2", "ruler_fwe", "ruler_vt", "ruler_cwe"]
-    options = {"tasks": tasks, "samples": 2, "haystack": TEXT}
-    alone = ruler_prompts(TOKENIZER, [1500, 2500], **options, progress=False)
-    numpy.random.seed(3)
+def test_prompts_are_the_same_twice_and_by_several_processes(monkeypatch):
+    counter = Tokenizer(WordLevel({"word": 0}, unk_token="word"))  # variable tracking's example has 900 characters
+    counter.pre_tokenizer = Whitespace()
+    words = PreTrainedTokenizerFast(tokenizer_object=counter)
+    tasks = ["niah_single_2", "niah_multikey_2", "ruler_fwe", "ruler_vt"]
+    options = {"tasks": tasks, "samples": 2, "haystack": TEXT * 2, "progress": False}
+    alone = ruler_prompts(words, [900, 1500], **options)
     random.seed(3)
-    assert ruler_prompts(TOKENIZER, [1500, 2500], **options, progress=False) == alone, "in one process"
+    numpy.random.seed(3)
+    assert ruler_prompts(words, [900, 1500], **options) == alone, "whatever was drawn before"
     monkeypatch.setattr(sys.modules["rope_patch.eval.measures.ruler_prompts"], "_TOKENS", 1)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    together = ruler_prompts(TOKENIZER, [1500, 2500], **options, progress=False)
+    together = ruler_prompts(words, [900, 1500], **options)
     assert together == alone and list(together) == list(alone)
-    with pytest.raises(ValueError, match="^200 tokens are too few for RULER's niah_"):
-        ruler_prompts(TOKENIZER, [200, 1500], **options, progress=False)
+    with pytest.raises(ValueError, match="^50 tokens are too few for RULER's niah_"):
+        ruler_prompts(words, [50, 900], **options)
 
 
 def test_a_text_that_ends_before_the_length_is_refused():
