@@ -37,12 +37,12 @@ from view_overhead import LLAMA3_8B, SMOLLM2_135M, synchronize
 
 from rope_kernels import decode_attention, decode_attention_ref
 from rope_patch.base.environment import device_name, installed_versions
-from rope_patch.eval.measures.prompt_grid import DEPTHS
+from rope_patch.eval.measures.prompt_grid import DEPTHS, retrieval_prompts
 from rope_patch.eval.measures.retrieval import retrieval
 from rope_patch.generation import generation
 from rope_patch.generation.generation import greedy_answers
 from rope_patch.generation.reading import Reader
-from rope_patch.prompts.needles import KINDS, Kind, make_prompt, reply_tokens
+from rope_patch.prompts.needles import KINDS, Kind, reply_tokens
 from rope_patch.prompts.wordings import PASSKEY_FILLER
 
 T = TypeVar("T")
@@ -95,26 +95,6 @@ def language() -> tuple[PreTrainedTokenizerFast, Callable[[int], str]]:
         return text
 
     return tokenizer, haystack
-
-
-def prompts_of(kind: str, tokenizer: Any, haystack: list[int], length: int, trials: int) -> list[list[int]]:
-    if kind == "passkey":
-        filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
-        haystack = filler * (length // len(filler) + 1)
-    single = kind in ("passkey", "single")
-    return [
-        make_prompt(
-            kind,  # type: ignore[arg-type]
-            tokenizer,
-            haystack,
-            n_tokens=length - NEW_TOKENS[kind],
-            depth=depth,
-            n_needles=1 if single else 4,
-            rng=random.Random(f"{kind} {depth} {trial}"),
-        ).ids
-        for depth in DEPTHS
-        for trial in range(trials)
-    ]
 
 
 @torch.no_grad()
@@ -294,8 +274,9 @@ def main() -> None:
             total += facts["seconds"]
             tell({"line": "together", **about, "model": seed, "kinds": kinds, **facts})
         tell({"line": "total", **about, "models": n_models, "kinds": kinds, "seconds": total})
-        haystack = tokenizer(text, add_special_tokens=False)["input_ids"]
-        prompts = {kind: prompts_of(kind, tokenizer, haystack, length, trials) for kind in kinds}
+        prompts = {
+            kind: [p.ids for p in retrieval_prompts(kind, tokenizer, text, length, trials=trials)] for kind in kinds
+        }
         for kind in kinds if args.by_kind else ():
             of_kind, n_new = prompts[kind], NEW_TOKENS[kind]
             with timed_parts() as parts:

@@ -343,10 +343,9 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts
 
     begin = time.perf_counter()
     figures: dict[str, Any] = {}
-    for chat, lengths in ruler_lengths(args).items():
-        figures["ruler" if chat == "off" else "ruler_chat"] = ruler_scores(
-            model, data.tokenizer, lengths, args.ruler, data.ruler[chat], parts, chat
-        )
+    for chat, prompts in data.ruler.items():
+        name = "ruler" if chat == "off" else "ruler_chat"
+        figures[name] = ruler_scores(model, data.tokenizer, prompts, parts, chat)
     figures |= {
         "loss_by_position": parts.get("losses", losses),
         "own": parts.get("own", partial(own_text_figures, model, native, data.tokenizer, data.held_out_own)),

@@ -163,7 +163,7 @@ def measure(model: Any, args: argparse.Namespace, data: Data, parts: Parts) -> L
         if data.asked:
             figures["asked"] = all_answered(model, data.tokenizer, data.asked, parts)
         if data.ruler is not None:
-            figures["ruler"] = ruler_scores(model, data.tokenizer, args.lengths, args.ruler, data.ruler, parts)
+            figures["ruler"] = ruler_scores(model, data.tokenizer, data.ruler, parts)
     return figures
 
 

@@ -66,8 +66,6 @@ def kept_prompts(
 def ruler_scores(
     model: Any,
     tokenizer: Any,
-    lengths: Sequence[int],
-    samples: int,
     prompts: RulerPrompts,
     parts: Parts,
     chat_template: ChatTemplate = "off",
@@ -77,9 +75,7 @@ def ruler_scores(
     Args:
         model: a causal LM.
         tokenizer: of the model.
-        lengths: of the prompts.
-        samples: prompts of each task and length.
-        prompts: of these lengths.
+        prompts: of the model.
         parts: what the run has found so far.
         chat_template: of the prompts.
     """
@@ -90,11 +86,9 @@ def ruler_scores(
     found = ruler(
         model,
         tokenizer,
-        lengths,
-        samples=samples,
+        prompts,
         chat_template=chat_template,
         progress=False,
         remember=remember,
-        prompts=prompts,
     )
     return {"lengths": found.lengths, "scores": found.prompt_scores, "replies": found.replies}

@@ -37,7 +37,7 @@ def same_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[s
     prompts = ruler_prompts(tokenizer, [n], chat_template="off", progress=False, **options)
     made = time.perf_counter()
     with timed_parts() as parts:
-        ours = ruler(model, tokenizer, [n], samples=args.samples, chat_template="off", progress=False, prompts=prompts)
+        ours = ruler(model, tokenizer, prompts, chat_template="off", progress=False)
     answered = time.perf_counter()
     theirs = evaluate(
         model,
@@ -77,15 +77,8 @@ def main() -> None:
             args.out.write_text(json.dumps(found, indent=1) + "\n")
         return
     begin = time.perf_counter()
-    ours = ruler(
-        model,
-        tokenizer,
-        [args.length],
-        tasks=TASKS,
-        samples=args.samples,
-        batch_size=args.batch_size,
-        chat_template="off",
-    )
+    prompts = ruler_prompts(tokenizer, [args.length], tasks=TASKS, samples=args.samples, chat_template="off")
+    ours = ruler(model, tokenizer, prompts, batch_size=args.batch_size, chat_template="off")
     ours_seconds = time.perf_counter() - begin
     begin = time.perf_counter()
     theirs = lm_eval.simple_evaluate(

@@ -354,14 +354,9 @@ def test_rulers_prompts_are_made_once_and_every_prompt_has_its_score(study, monk
         "niah_single_1": [2, 2],
         "niah_multikey_2": [2, 2],
     }
-    expected = ruler(
-        restoration.load(study.folder).eval(),
-        character_tokenizer(),
-        [1500, 1900],
-        tasks=["niah_single_1", "niah_multikey_2"],
-        samples=2,
-        progress=False,
-    )
+    asked = {"tasks": ["niah_single_1", "niah_multikey_2"], "samples": 2, "progress": False}
+    prompts = ruler_prompts.ruler_prompts(character_tokenizer(), [1500, 1900], **asked)
+    expected = ruler(restoration.load(study.folder).eval(), character_tokenizer(), prompts, progress=False)
     assert line["ruler"]["scores"] == expected.prompt_scores
     monkeypatch.setattr(ruler_prompts, "ruler_prompts", None)  # those that are kept are taken
     again = study("two.jsonl", "--arms", "pi4", *rulers, *kept)[-1]["ruler"]["scores"]

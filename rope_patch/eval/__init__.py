@@ -16,6 +16,7 @@ from .measures.probe import ProbeResult, probe
 from .measures.retrieval import niah, passkey, retrieval
 from .measures.retrieval_grid import RetrievalGrid
 from .measures.ruler import Ruler, ruler
+from .measures.ruler_prompts import ruler_prompts
 from .measures.short_text import ShortText, short_text
 from .measures.view_kl import ViewKL, view_kl
 from .regressions import Cell, Regressions, regressions
@@ -65,6 +66,7 @@ __all__ = [
     "regressions",
     "retrieval",
     "ruler",
+    "ruler_prompts",
     "run_suite",
     "short_text",
     "standard_library_files",

@@ -1,6 +1,5 @@
 """objective="native-distill": keep the predictions of the pretrained model under a view."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +61,13 @@ class NativeObjective(Objective):
         return {"tokens": int(read.valid.sum()), "labelled": read.n_labels, "next": read.n_next}  # of kl, ce, text_ce
 
     def evaluation_loss(self, means: dict[str, float]) -> float | None:
-        """The means of KL and cross-entropies, weighed; nan where an evaluation has nothing that counts.
+        """The means of KL and cross-entropies, weighed; 0 where an evaluation has nothing that counts, as TRL's.
 
         A mean over batches' losses would count the cross-entropy of a batch without labels as 0.
         """
         options = self.options
         weights = {"kl": options.weight, "ce": options.clm_weight, "text_ce": options.text_weight}
-        weighed = [weight * means[name] for name, weight in weights.items() if weight and name in means]
-        return sum(weighed) if weighed else math.nan
+        return sum((weight * means[name] for name, weight in weights.items() if weight and name in means), 0.0)
 
     def _request(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> NativeRequest:
         return NativeRequest(read, counts["tokens"], counts["labelled"], counts["next"])

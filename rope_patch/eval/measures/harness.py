@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -166,20 +167,24 @@ def data_file(folder: str | Path, stem: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-_INCLUDED: list[str] = []  # folders besides lm-eval's own
+_INCLUDED: ContextVar[tuple[str, ...]] = ContextVar("_INCLUDED", default=())  # folders besides lm-eval's own
 
 
-def include_tasks(folder: str | Path) -> None:
-    """Look for lm-eval's tasks in `folder` too, from now on in this process."""
-    if not Path(folder).is_dir():
+@contextmanager
+def included_tasks(folder: str | Path | None) -> Iterator[None]:
+    """Look for lm-eval's tasks in `folder` too, inside the block; None looks in no other."""
+    if folder is not None and not Path(folder).is_dir():
         raise FileNotFoundError(f"there is no folder {folder} with tasks of lm-eval.")
-    if str(folder) not in _INCLUDED:
-        _INCLUDED.append(str(folder))
+    before = _INCLUDED.set(() if folder is None else (str(folder),))
+    try:
+        yield
+    finally:
+        _INCLUDED.reset(before)
 
 
 def _task_manager(folder: str = "") -> Any:
     """lm-eval's index of the tasks in a folder of its own, or of all and of the folders that were included."""
-    return _task_manager_of(folder, () if folder else tuple(_INCLUDED))
+    return _task_manager_of(folder, () if folder else _INCLUDED.get())
 
 
 @cache

@@ -22,7 +22,7 @@ from ..results.figures import Figure, score_figure
 from ..results.progress import token_bar
 from ..results.result import Result
 from .base import Job, Measure
-from .harness import data_file, evaluate, include_tasks, local_task, quiet, require_lm_eval, sample_scores, task_index
+from .harness import data_file, evaluate, included_tasks, local_task, quiet, require_lm_eval, sample_scores, task_index
 
 if TYPE_CHECKING:
     from ..suite import EvalPlan
@@ -155,32 +155,31 @@ def lm_eval_tasks(
         FileNotFoundError: the folder lacks the file of a task.
     """
     chat = uses_chat_template(tokenizer, chat_template)
-    if include is not None:
-        include_tasks(include)
-    result = LmEval({}, {}, {}, {}, {}, [])
-    check_code(tasks, confirm_run_unsafe_code)
-    for name, sources in chosen_files(tasks, data).items():
-        scores: list[float] = []
-        parts, left_out = {}, 0
-        for leaf, source in sources.items():
-            # the file is in the key, because rows of one task may be in its own file and in its group's
-            key = {"task": leaf, "rows": None if source.file is None else source.file.name}
-            value = remember(
-                key, partial(_measure, model, tokenizer, leaf, source, length, limit, batch_size, chat, progress)
-            )
-            left_out += value["left_out"]
-            if not value["scores"]:
-                continue
-            scores += value["scores"]
-            parts[leaf] = sum(value["scores"]) / len(value["scores"])
-            result.metrics[leaf] = value["metrics"]
-            result.replies.extend(value["replies"])
-        if not scores:
-            raise ValueError(
-                f"lm-eval's {name} has no document of up to {length} tokens with its answer: use a longer length."
-            )
-        result.accuracy[name] = sum(scores) / len(scores)
-        result.parts[name], result.scores[name], result.left_out[name] = parts, scores, left_out
+    with included_tasks(include):
+        result = LmEval({}, {}, {}, {}, {}, [])
+        check_code(tasks, confirm_run_unsafe_code)
+        for name, sources in chosen_files(tasks, data).items():
+            scores: list[float] = []
+            parts, left_out = {}, 0
+            for leaf, source in sources.items():
+                # the file is in the key, because rows of one task may be in its own file and in its group's
+                key = {"task": leaf, "rows": None if source.file is None else source.file.name}
+                value = remember(
+                    key, partial(_measure, model, tokenizer, leaf, source, length, limit, batch_size, chat, progress)
+                )
+                left_out += value["left_out"]
+                if not value["scores"]:
+                    continue
+                scores += value["scores"]
+                parts[leaf] = sum(value["scores"]) / len(value["scores"])
+                result.metrics[leaf] = value["metrics"]
+                result.replies.extend(value["replies"])
+            if not scores:
+                raise ValueError(
+                    f"lm-eval's {name} has no document of up to {length} tokens with its answer: use a longer length."
+                )
+            result.accuracy[name] = sum(scores) / len(scores)
+            result.parts[name], result.scores[name], result.left_out[name] = parts, scores, left_out
     return result
 
 
@@ -485,10 +484,9 @@ def _measured(job: Job) -> LmEval:
 
 
 def _check(plan: "EvalPlan", *_: object) -> None:
-    if plan.lm_eval_include is not None:
-        include_tasks(plan.lm_eval_include)
-    check_code(plan.lm_eval, plan.confirm_run_unsafe_code)
-    check_tasks(plan.lm_eval, plan.lm_eval_data, plan.length)
+    with included_tasks(plan.lm_eval_include):
+        check_code(plan.lm_eval, plan.confirm_run_unsafe_code)
+        check_tasks(plan.lm_eval, plan.lm_eval_data, plan.length)
 
 
 LM_EVAL = Measure(

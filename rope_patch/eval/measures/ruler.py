@@ -1,9 +1,8 @@
 """RULER's 13 tasks, with the prompts, the metrics and the chat templates of lm-eval."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
@@ -37,7 +36,7 @@ class Ruler(Result):
     Args:
         lengths: tokens of a prompt and its answer together.
         scores: task -> [n_lengths], mean score, 0 to 1.
-        samples: requested number of prompts of each task and length.
+        samples: most prompts of a task and length.
         answer_positions: accuracy of niah_multikey_2 by the position of the answer, one curve of
             `AnswerPositionAccuracy` for each length; empty without that task.
         prompt_scores: task -> [n_lengths][n_prompts], score of each prompt.
@@ -60,7 +59,7 @@ class Ruler(Result):
         return sum(values[k] for values in self.scores.values()) / len(self.scores)
 
     def n_prompts(self, task: str, length: int) -> int:
-        """Number of scored prompts, which is less than `samples` if a file has fewer questions."""
+        """Number of scored prompts, which is less than of other tasks if a file has fewer questions."""
         return len(self.prompt_scores[task][self.lengths.index(length)])
 
     @property
@@ -139,71 +138,39 @@ class Ruler(Result):
 def ruler(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    lengths: Sequence[int],
+    prompts: RulerPrompts,
     *,
-    tasks: Sequence[str] | None = None,
-    samples: int = 100,
-    haystack: str | None = None,
-    squad: str | Path | None = None,
-    hotpotqa: str | Path | None = None,
     batch_size: int | None = None,
     chat_template: ChatTemplate = "auto",
-    seed: int = 0,
     progress: bool = True,
     remember: Remember = afresh,
-    prompts: RulerPrompts | None = None,
 ) -> Ruler:
-    """Score RULER's tasks with lm-eval's prompts, generators and metrics.
-
-    lm-eval takes essays and QA data from the network, makes 500 prompts whatever the limit, and cuts prompts to the
-    window in the config. Here the haystack is your text, QA data are files, `samples` prompts are made, and no prompt
-    is truncated.
+    """Score RULER's tasks with lm-eval's prompts and metrics, and no prompt truncated.
 
     Args:
         model: a causal LM.
         tokenizer: tokenizer of the model.
-        lengths: tokens of a prompt and its answer together.
-        tasks: names from `rope_patch.eval.measures.ruler_prompts.TASKS`; None means all whose data are given.
-        samples: prompts of each task and length; RULER takes 500.
-        haystack: text in place of the essays, for the five tasks that hide needles in running text.
-        squad: SQuAD's JSON file, or .jsonl(.xz, .gz) with `title`, `context` and `qas` [question, answers].
-        hotpotqa: HotpotQA's JSON file, or .jsonl(.xz, .gz) with `question`, `answer`, `context` [title, sentences].
+        prompts: from `ruler_prompts`, so that several models get the same ones.
         batch_size: maximum number of prompts in memory and answered at once; None means 8 GiB of keys and values.
-        chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. Lengths
-            include it.
-        seed: of the prompts; 0 draws lm-eval's.
+        chat_template: that of the prompts.
         progress: whether to show a bar over tasks and lengths.
         remember: stores each task and length as soon as it is done.
-        prompts: prompts from `ruler_prompts` with the same lengths, samples and chat_template, in place of tasks and
-            their data, so that several models get the same ones. None makes them.
 
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError: an unknown task, or a task whose data were not given.
 
     Source: RULER, arXiv:2404.06654.
     """
     require_lm_eval()
     chat = uses_chat_template(tokenizer, chat_template)
-    # all prompts are made first, so that a length that is too short raises before anything is measured
-    documents = prompts or ruler_prompts(
-        tokenizer,
-        lengths,
-        tasks=tasks,
-        samples=samples,
-        haystack=haystack,
-        squad=squad,
-        hotpotqa=hotpotqa,
-        chat_template=chat_template,
-        seed=seed,
-        progress=progress,
-    )
-    chosen = list(dict.fromkeys(task for _, task in documents))
-    result = Ruler(list(lengths), {task: [] for task in chosen}, samples, [], {task: [] for task in chosen}, [])
+    lengths = list(dict.fromkeys(length for length, _ in prompts))
+    chosen = list(dict.fromkeys(task for _, task in prompts))
+    samples = max(map(len, prompts.values()))
+    result = Ruler(lengths, {task: [] for task in chosen}, samples, [], {task: [] for task in chosen}, [])
     for length in lengths:
         at_once = tasks_at_once(length, samples)
         for first in range(0, len(chosen), at_once):
-            together = {task: documents[length, task] for task in chosen[first : first + at_once]}
+            together = {task: prompts[length, task] for task in chosen[first : first + at_once]}
             measured: dict[str, dict[str, Any]] = {}
 
             # all together, also what is stored, so that the same prompts are answered beside each other
@@ -309,7 +276,7 @@ def _stored(task: str, length: int, score: float, logged: list[dict[str, Any]]) 
 
 
 def _prompt_options(plan: "EvalPlan", texts: list[str]) -> dict[str, Any]:
-    """The arguments of `ruler` and `ruler_prompts` that choose prompts."""
+    """The arguments of `ruler_prompts` that choose prompts."""
     return {
         "tasks": plan.ruler_tasks,
         "haystack": "\n".join(texts),
@@ -332,12 +299,10 @@ def _measured(job: Job) -> Ruler:
     return ruler(
         job.model,
         job.tokenizer,
-        lengths,
-        samples=plan.ruler_samples,
+        {(length, task): documents for length, task, documents in kept["cells"]},
         batch_size=plan.batch_size,
         chat_template=plan.chat_template,
         remember=job.remember,
-        prompts={(length, task): documents for length, task, documents in kept["cells"]},
     )
 
 

@@ -48,7 +48,7 @@ SHORTEST_LENGTH = 4096
 _VT_EXAMPLE = 500  # tokens of the example that lm-eval puts before a prompt of variable tracking
 _FWE_SHORTEST = 200  # lm-eval draws one word for 50 tokens, and the prompt asks for the first three by frequency
 TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
-# task -> the argument of `ruler` that it needs
+# task -> the argument of `ruler_prompts` that it needs
 _NEEDS = {
     **{name: "haystack" for name, options in _NEEDLES.items() if options["type_haystack"] == "essay"},
     "ruler_qa_squad": "squad",
@@ -71,10 +71,33 @@ def ruler_prompts(
     seed: int = 0,
     progress: bool = True,
 ) -> RulerPrompts:
-    """The prompts of `ruler`, with the same arguments. Many long prompts are made by all processors.
+    """The prompts of `ruler` by lm-eval's generators. Many long prompts are made by all processors.
+
+    lm-eval takes essays and QA data from the network, makes 500 prompts whatever the limit, and cuts prompts to the
+    window in the config. Here the haystack is your text, QA data are files, and `samples` prompts are made.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        lengths: tokens of a prompt and its answer together.
+        tasks: names from `TASKS`; None means all whose data are given.
+        samples: prompts of each task and length; RULER takes 500.
+        haystack: text in place of the essays, for the five tasks that hide needles in running text.
+        squad: SQuAD's JSON file, or .jsonl(.xz, .gz) with `title`, `context` and `qas` [question, answers].
+        hotpotqa: HotpotQA's JSON file, or .jsonl(.xz, .gz) with `question`, `answer`, `context` [title, sentences].
+        chat_template: whether to use the tokenizer's chat template: "on", "off", or "auto", if there is one. Lengths
+            include it.
+        seed: of the prompts; 0 draws lm-eval's.
+        progress: whether to show a bar over tasks and lengths.
 
     Returns:
         (length, task) -> lm-eval's documents, as JSON values.
+
+    Raises:
+        ImportError: lm-eval is not installed.
+        ValueError: an unknown task, a task whose data were not given, or a length that is too short or longer than the
+            text.
+
+    Source: RULER, arXiv:2404.06654.
     """
     require_lm_eval()
     data = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
@@ -152,7 +175,7 @@ def _serve() -> None:
 
 
 def chosen_tasks(tasks: Sequence[str] | None, **data: Any) -> list[str]:
-    """Names of the tasks that are measured; `data` are haystack, squad and hotpotqa, as in `ruler`."""
+    """Names of the tasks that are measured; `data` are haystack, squad and hotpotqa, as in `ruler_prompts`."""
     chosen = [t for t in TASKS if t not in _NEEDS or data[_NEEDS[t]] is not None] if tasks is None else list(tasks)
     for task in chosen:
         if task not in TASKS:
@@ -290,7 +313,7 @@ def _generators(task: str, length: int, seed: int, count: _Search) -> Iterator[A
     except ValueError as error:
         if not str(error).startswith("Could not generate"):
             raise
-        # lm-eval's error names arguments that users of `ruler` do not have
+        # lm-eval's error names arguments that users of `ruler_prompts` do not have
         raise ValueError(
             f"{length} tokens are too few for RULER's {task} with its answer: use a longer length, such as "
             f"{SHORTEST_LENGTH}, RULER's shortest, or leave the task out."

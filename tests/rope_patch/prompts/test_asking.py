@@ -103,7 +103,7 @@ def test_a_template_that_is_not_there_or_shows_no_message_is_refused():
 
 @pytest.mark.slow
 def test_lm_eval_asks_through_the_template_within_the_length():
-    from rope_patch.eval import ruler
+    from rope_patch.eval import ruler, ruler_prompts
 
     tokenizer, seen = bos_tokenizer(TEMPLATE), []
     model = tiny(vocab_size=CHARACTERS, max_position_embeddings=4096)
@@ -114,7 +114,8 @@ def test_lm_eval_asks_through_the_template_within_the_length():
 
     model.generate = generate
     for choice in ("auto", "off"):
-        ruler(model, tokenizer, [1500], tasks=["niah_single_1"], samples=2, progress=False, chat_template=choice)
+        how = {"progress": False, "chat_template": choice}
+        ruler(model, tokenizer, ruler_prompts(tokenizer, [1500], tasks=["niah_single_1"], samples=2, **how), **how)
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in seen]
     assert len(seen) == 4 and all(text.count("<bos>") == 1 and text.startswith("<bos>") for text in seen)
     assert ["[user]" in text and "[assistant]" in text for text in seen] == [True, True, False, False]

@@ -15,14 +15,18 @@ import datasets
 import evaluate as hf_evaluate
 import lm_eval
 import nltk
+import numpy
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from rope_patch.eval import EvalPlan, Ruler, lm_eval_tasks, ruler, run_suite, short_text
-from rope_patch.eval.measures import harness
 from rope_patch.eval.measures.harness import evaluate, quiet, task_index
 from rope_patch.eval.measures.lm_eval_tasks import SUGGESTED, check_tasks, leaf_tasks
 from rope_patch.eval.measures.ruler_prompts import TASKS, chosen_tasks, ruler_prompts
@@ -277,35 +281,39 @@ NEEDLES = [f"niah_{k}" for k in ("single_1", "single_2", "multikey_1", "multikey
 
 
 def test_ruler_of_a_model_that_always_or_never_finds(tmp_path):
-    options = {"tasks": NEEDLES, "samples": 2, "haystack": TEXT, "progress": False, "batch_size": 2}
-    seen = []
-    always = ruler(lookup(tiny(vocab_size=CHARACTERS), seen), TOKENIZER, [1500, 2500], **options)
+    options = {"tasks": NEEDLES, "samples": 2, "haystack": TEXT, "progress": False}
+    made = ruler_prompts(TOKENIZER, [1500, 2500], **options)
+    how, seen = {"batch_size": 2, "progress": False}, []
+    always = ruler(lookup(tiny(vocab_size=CHARACTERS), seen), TOKENIZER, made, **how)
     assert always.scores == {task: [1.0, 1.0] for task in NEEDLES} and always.mean(2500) == 1
     assert len(seen) == 2 * 2 * len(NEEDLES), "as many prompts as asked for, not lm-eval's 500"
     # the window of the config is 64: nothing was cut to it, and no prompt with its answer is longer than its length
     assert max(map(len, seen[: len(seen) // 2])) <= 1500 < max(map(len, seen)) <= 2500
-    made = ruler_prompts(TOKENIZER, [1500, 2500], **{k: v for k, v in options.items() if k != "batch_size"})
     kept = {tuple(key): documents for key, documents in json.loads(json.dumps(list(made.items())))}
-    asked = []
-    shared = {"samples": 2, "progress": False, "batch_size": 2, "prompts": kept}
-    again = ruler(lookup(tiny(vocab_size=CHARACTERS), asked), TOKENIZER, [1500, 2500], **shared)
-    assert again == always and asked == seen, "prompts that were kept are those that would be made"
-    never = ruler(lookup(tiny(vocab_size=CHARACTERS), [], lambda *_: False), TOKENIZER, [1500], **options)
-    assert never.scores == {task: [0.0] for task in NEEDLES}
+    never = ruler(lookup(tiny(vocab_size=CHARACTERS), asked := [], lambda *_: False), TOKENIZER, kept, **how)
+    assert asked == seen, "prompts can be kept as JSON"
+    assert never.scores == {task: [0.0, 0.0] for task in NEEDLES}
     curves = always.by_answer_position.curves
     assert [curve["length"] for curve in curves] == [1500, 2500] and all(sum(c["count"]) == 2 for c in curves)
     assert type(always).from_dict(json.loads(json.dumps(always.to_dict()))) == always
 
 
-def test_prompts_of_several_processes_are_those_of_one(monkeypatch):
-    options = {"tasks": ["niah_single_2", "niah_multikey_2", "ruler_fwe"], "samples": 2, "haystack": TEXT}
-    alone = ruler_prompts(TOKENIZER, [1500, 2500], **options, progress=False)
+def test_prompts_are_the_same_twice_and_by_several_processes(monkeypatch):
+    counter = Tokenizer(WordLevel({"word": 0}, unk_token="word"))  # variable tracking's example has 900 characters
+    counter.pre_tokenizer = Whitespace()
+    words = PreTrainedTokenizerFast(tokenizer_object=counter)
+    tasks = ["niah_single_2", "niah_multikey_2", "ruler_fwe", "ruler_vt"]
+    options = {"tasks": tasks, "samples": 2, "haystack": TEXT * 2, "progress": False}
+    alone = ruler_prompts(words, [900, 1500], **options)
+    random.seed(3)
+    numpy.random.seed(3)
+    assert ruler_prompts(words, [900, 1500], **options) == alone, "whatever was drawn before"
     monkeypatch.setattr(sys.modules["rope_patch.eval.measures.ruler_prompts"], "_TOKENS", 1)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    together = ruler_prompts(TOKENIZER, [1500, 2500], **options, progress=False)
+    together = ruler_prompts(words, [900, 1500], **options)
     assert together == alone and list(together) == list(alone)
-    with pytest.raises(ValueError, match="^200 tokens are too few for RULER's niah_"):
-        ruler_prompts(TOKENIZER, [200, 1500], **options, progress=False)
+    with pytest.raises(ValueError, match="^50 tokens are too few for RULER's niah_"):
+        ruler_prompts(words, [50, 900], **options)
 
 
 def test_a_text_that_ends_before_the_length_is_refused():
@@ -331,8 +339,7 @@ def test_a_file_with_few_questions_gives_fewer_prompts_than_were_asked_for(tmp_p
     file.write_text(json.dumps({"data": towns}))
     tasks = ["ruler_qa_squad", "niah_single_1"]
     made = ruler_prompts(TOKENIZER, [1500], tasks=tasks, samples=5, squad=file, haystack=TEXT, progress=False)
-    options = {"samples": 5, "progress": False, "batch_size": 2, "prompts": made}
-    found = ruler(lookup(tiny(vocab_size=CHARACTERS), []), TOKENIZER, [1500], **options)
+    found = ruler(lookup(tiny(vocab_size=CHARACTERS), []), TOKENIZER, made, progress=False, batch_size=2)
     n_questions = len(made[1500, "ruler_qa_squad"])
     assert 0 < n_questions < 5
     samples = {row["task"]: row["samples"] for row in found.table()}
@@ -358,7 +365,8 @@ def test_ruler_makes_lm_evals_prompts_and_gives_its_score(tmp_path):
 
     ours_seen, theirs_seen = [], []
     model = lookup(tiny(vocab_size=CHARACTERS), ours_seen, first_half)
-    ours = ruler(model, TOKENIZER, [2000], tasks=["niah_multikey_2"], samples=12, progress=False)
+    prompts = ruler_prompts(TOKENIZER, [2000], tasks=["niah_multikey_2"], samples=12, progress=False)
+    ours = ruler(model, TOKENIZER, prompts, progress=False)
     lookup(model, theirs_seen, first_half)
     with quiet():
         manager = lm_eval.tasks.TaskManager(metadata={"max_seq_lengths": [2000], "tokenizer": str(tmp_path)})
@@ -395,7 +403,8 @@ def test_greedy_answers_are_those_of_lm_evals_own_generation(at_once, monkeypatc
     monkeypatch.setattr(sys.modules["rope_patch.eval.measures.ruler"], "evaluate", watched)
     model = tiny(vocab_size=CHARACTERS, max_position_embeddings=4096)
     # of two tasks, whose replies have limits of their own, in one call
-    ruler(model, TOKENIZER, [900], tasks=["niah_multikey_2", "ruler_fwe"], samples=4, progress=False)
+    tasks = ["niah_multikey_2", "ruler_fwe"]
+    ruler(model, TOKENIZER, ruler_prompts(TOKENIZER, [900], tasks=tasks, samples=4, progress=False), progress=False)
     assert logged[True] == logged[False] and [len(of) for of in logged[True]] == [4, 4]
     assert len({str(r) for r in logged[True][0]}) > 1
 
@@ -451,7 +460,7 @@ def test_question_answering_refuses_files_of_another_form(name, content, message
         chosen_tasks(None, **given)
 
 
-def test_ruler_refuses_what_it_cannot_measure(model):
+def test_ruler_refuses_what_it_cannot_measure():
     refused = [
         ({"tasks": ["niah_single_2"]}, "RULER's niah_single_2 needs haystack"),
         ({"tasks": ["ruler_qa_squad"]}, "RULER's ruler_qa_squad needs squad"),
@@ -459,7 +468,7 @@ def test_ruler_refuses_what_it_cannot_measure(model):
     ]
     for arguments, message in refused:
         with pytest.raises(ValueError, match=message):
-            ruler(model, TOKENIZER, [1500], progress=False, **arguments)
+            ruler_prompts(TOKENIZER, [1500], progress=False, **arguments)
 
 
 GSM = [{"question": f"What is {k} plus 1?", "answer": f"It is one more.\n#### {k + 1}"} for k in range(6)]
@@ -508,14 +517,13 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 
 
-def test_tasks_of_ones_own_folder_give_lm_evals_own_numbers(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "_INCLUDED", [])
+def test_tasks_of_ones_own_folder_give_lm_evals_own_numbers(model, tmp_path):
     (tmp_path / "tasks").mkdir()
     write_lines(tmp_path / "parity.jsonl", [{"k": k, "answer": k % 2} for k in range(9)])
     (tmp_path / "tasks/parity.yaml").write_text(OWN_TASK.format(rows=tmp_path / "parity.jsonl"))
+    ours = lm_eval_tasks(model, TOKENIZER, ["parity"], length=200, include=tmp_path / "tasks")
     with pytest.raises(ValueError, match="lm-eval has no task 'parity'"):
         lm_eval_tasks(model, TOKENIZER, ["parity"], length=200)
-    ours = lm_eval_tasks(model, TOKENIZER, ["parity"], length=200, include=tmp_path / "tasks")
     with quiet():
         lm = HFLM(pretrained=model, tokenizer=TOKENIZER, max_length=200)
         index = lm_eval.tasks.TaskManager(include_path=str(tmp_path / "tasks"))
