@@ -94,7 +94,8 @@ def test_there_is_a_recipe_with_the_authors_adapters_and_one_with_the_papers_wei
         assert {stage.training.max_length for stage in stages[1:]} <= {32768}
         for stage in stages:
             training = stage.training
-            assert training.long_documents == "full-rows" and training.gradient_accumulation_steps == 4
+            rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
+            assert training.long_documents == "full-rows" and rows == 4
             assert (training.weight_decay, training.warmup_steps, training.max_grad_norm) == (0.01, 4, 5.0)
             assert training.lr_scheduler_kwargs == {"min_lr_rate": 0.9}
 

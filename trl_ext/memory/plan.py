@@ -157,16 +157,19 @@ def _step(model: nn.Module, args: "RopeSFTConfig", row_length: int | None, shard
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     n_trained = sum(map(numel, trained))
     options = args.objective_options
+    rows = args.per_device_train_batch_size
+    # TRL joins the rows of a batch that are not padded
+    joined = rows if args.padding_free or (args.packing and args.packing_strategy != "wrapped") else 1
     moved = _moved_share(args, row_length)
     factors = options.activation_factors(find_decoder(model).config, moved, shared=sharding.row > 1)
     return Step(
         train="lora" if adapters else "all" if trains_mlp else "qkv",
         lora_rank=max((max(getattr(layer, "r", {}).values(), default=0) for layer in adapters), default=0),
-        row_length=row_length or 0,
+        row_length=joined * (row_length or 0),
         autocast=args.bf16 or args.fp16,
         checkpointing=args.gradient_checkpointing,
         teacher=options.needs_teacher,
-        rows=args.per_device_train_batch_size,
+        rows=rows // joined,
         accumulates=args.gradient_accumulation_steps > 1,
         weight_bytes=causal_lm.get_input_embeddings().weight.element_size(),
         trained=n_trained,
@@ -178,7 +181,7 @@ def _step(model: nn.Module, args: "RopeSFTConfig", row_length: int | None, shard
         teacher_on_host=args.teacher_offload,
         attention="masks" if attention_kernel(causal_lm) == "sdpa" else "kernel",
         # of several documents, and of shorter rows that are padded
-        masks_all=args.packing or args.padding_free or args.per_device_train_batch_size > 1,
+        masks_all=args.packing or args.padding_free or rows > 1,
         factors=factors,
     )
 

@@ -96,6 +96,14 @@ def test_masks_of_windows_count_where_they_are_made(options, big_host):
     assert at_once(**options) == pytest.approx(n * (at_once() / 16384 - of_blocks) + 3 * n * n, rel=1e-6)
 
 
+@pytest.mark.parametrize(("strategy", "length"), [("bfd", 2 * 8192), ("wrapped", 8192)])
+def test_packed_rows_of_a_batch_are_one_row_of_all_their_documents(strategy, length, big_host):
+    packed = {"packing": True, "packing_strategy": strategy, "per_device_train_batch_size": 2}
+    plans = {mode: llama_plan(mode, rows=8192, **packed)[0] for mode in ("auto", "off")}
+    assert plans["auto"].mask_free is (length == 16384)
+    assert plans["off"].memory.masks == 3 * 2 * 8192 * length and plans["off"].tokens == 16384
+
+
 @pytest.mark.parametrize("compiled", ["whole", "a layer"])
 def test_a_compiled_model_and_short_rows_keep_their_masks(compiled, big_host):
     args = RopeSFTConfig(output_dir="out", use_cpu=True)
