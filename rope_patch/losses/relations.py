@@ -24,6 +24,10 @@ from .heads import head_kl
 from .targets import RelationTargets
 from .teacher import OtherTeacher, SharedTeacher
 
+# numbers of a relation, 8 heads of 128 features and 8192 tokens, whose kernels take .9 ms of an H200: copying it beside
+# others would take longer than launching it
+_FILLS_A_GPU = 2**23
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogitKL:
@@ -157,8 +161,8 @@ class RelationRequest(LossRequest):
         def found(names: str) -> list[torch.Tensor] | None:
             return self.found.setdefault((layer, names), []) if self.recomputes else None
 
-        # relations of the same width and scale share one kernel launch: a few heads do not fill a GPU
-        alike: dict[tuple[int, float], list[str]] = {}
+        # relations of the same width and scale share one kernel launch, unless each fills a GPU by itself
+        alike: dict[tuple[int, float, str], list[str]] = {}
         for name in self.targets.weights:
             if name == "attention":
                 rows[name] = attention_map_kl(
@@ -172,8 +176,10 @@ class RelationRequest(LossRequest):
                     found=found(name),
                 )
             else:
-                alike.setdefault((student[name].shape[-1], 1.0 if name == "v" else factor), []).append(name)
-        for (head_dim, correction), names in alike.items():
+                x = student[name]
+                alone = name if x.numel() >= _FILLS_A_GPU else ""
+                alike.setdefault((x.shape[-1], 1.0 if name == "v" else factor, alone), []).append(name)
+        for (head_dim, correction, _), names in alike.items():
             divergence: Any = relation_mse
             if self.targets.divergence == "kl":
                 divergence = partial(relation_kl, found=found("".join(names)))

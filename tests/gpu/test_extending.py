@@ -41,7 +41,8 @@ def trained(tmp_path_factory):
         given = {"rows": 16, "rows_per_step": 4, "short": 0.0, "shares": {"text": 1.0}, "prompts": 2, **options}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measuring, "report", lambda results, folder, *_: folder / "report.html")
-            patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
+            folders = [str(ROOT), str(ROOT / "kernels")]
+            patch.setenv("PYTHONPATH", os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])]))
             done = extend(
                 folder / "base", to=2048, data=folder / "books.jsonl", output=folder / name, lengths=(1000, 2000),
                 learning_rate=1e-3, device=DEVICE, **given,

@@ -24,6 +24,7 @@ from rope_patch.losses import (
     SharedTeacher,
     ViewConsistency,
     WeightedNextToken,
+    relations,
 )
 from rope_patch.rope.rotary import find_decoder, named_rotary_modules
 from rope_patch.views import Skip, Uniform
@@ -134,6 +135,14 @@ def test_a_checkpointed_layer_computes_its_kl_once(monkeypatch):
     check_full("llama", "sdpa", "plain", {"attention": 1.0}, checkpointing=True)
     n_layers = tiny().config.num_hidden_layers
     assert len(forwards) == 2 * n_layers  # of q, k and v together, and of the map
+
+
+def test_relations_that_fill_a_gpu_are_launched_alone(monkeypatch):
+    forwards, forward = [], custom_op._forward
+    monkeypatch.setattr(custom_op, "_forward", lambda *args: forwards.append(args) or forward(*args))
+    monkeypatch.setattr(relations, "_FILLS_A_GPU", 1)
+    check_full("llama", "sdpa", "plain", {}, checkpointing=True)
+    assert len(forwards) == 3 * tiny().config.num_hidden_layers
 
 
 @pytest.mark.usefixtures("flex_runs_eagerly")
