@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from rope_kernels.common.gpu_memory import free_gpu_bytes
-
 logger = logging.get_logger(__name__)
 
 TOKENS = 512
@@ -72,6 +70,8 @@ class Reference:
 
 def to_gpu_with_room(model: nn.Module) -> nn.Module:
     """Move `model` to the GPU if that has room for it twice, as the check loads it again; else leave it."""
+    from rope_kernels.common.gpu_memory import free_gpu_bytes  # `import rope_patch` adds torch and transformers alone
+
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     if torch.cuda.is_available() and has_room(weights, free_gpu_bytes()):
         model.to("cuda")

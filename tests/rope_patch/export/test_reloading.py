@@ -99,7 +99,7 @@ def test_a_folder_is_checked_on_a_gpu_with_room(tmp_path, monkeypatch):
     )
     folder = saved(tiny(max_position_embeddings=64), tmp_path / "model")
     assert export(folder, tmp_path / "near").difference < 1e-5
-    monkeypatch.setattr(reloading, "free_gpu_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("rope_kernels.common.gpu_memory.free_gpu_bytes", lambda: 1 << 30)
     assert export(folder, tmp_path / "far").difference < 1e-5 and devices == ["cuda", "cpu"]
 
 
