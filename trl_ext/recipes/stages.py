@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def read_stages(
     stages: list[Stage] = []
     for name, own in ({"": {}} if given is None else _named(given, source)).items():
         label = f"stage {name} of {source}" if name else source
-        stage = replace(_parsed(name, {**common, **own, **overrides}, flags, label), export=export)
+        stage = _parsed(name, {**common, **own, **overrides}, flags, label, export)
         if name:
             if stage.training.resume_from_checkpoint is not None:
                 raise ValueError(
@@ -178,7 +178,7 @@ def _named(stages: Any, source: str) -> dict[str, dict[str, Any]]:
     return named
 
 
-def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: str) -> Stage:
+def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: str, export: Mapping[str, Any]) -> Stage:
     parser = RecipeParser(FIELDS, prog="rope-patch train")
     defaults = vars(parser.parse_known_args([])[0])  # before the recipe's values become the parser's
     try:
@@ -211,4 +211,4 @@ def _parsed(name: str, keys: Mapping[Any, Any], flags: Sequence[str], source: st
     settings["gradient_accumulation_steps"] = (
         training.gradient_accumulation_steps * training.world_size // math.prod(sharing)
     )
-    return Stage(name, script, training, model, data, json.loads(json.dumps(settings, default=str)), {})
+    return Stage(name, script, training, model, data, json.loads(json.dumps(settings, default=str)), export)
