@@ -131,7 +131,8 @@ def main() -> None:
         heads = (torch.zeros(2, 8, head_dim), *(torch.zeros(2, 2, 500, head_dim) for _ in range(2)))
         decode_attention_in_parts(*(x.to(q.dtype) for x in heads), *bounds, 0.1)
     labels, ones = torch.zeros(8, dtype=torch.int64), torch.ones(8)
-    vocabulary_rows(torch.zeros(16, 1000), labels, ones, ones, "jsd", HeadOutput(1.0, 30.0), torch.bfloat16, ones)
+    for gradient in (torch.bfloat16, None):
+        vocabulary_rows(torch.zeros(16, 1000), labels, ones, ones, "jsd", HeadOutput(1.0, 30.0), gradient, ones)
     print(json.dumps(used))
 
 

@@ -17,7 +17,7 @@ def implementation(name, monkeypatch, dtype=torch.float32):
             pytest.skip("the interpreter computes in numpy, which has no bfloat16")
         if torch.cuda.is_available():
             pytest.skip("the kernels are compiled here")
-        for module in ("row_kl.custom_op", "vocabulary.chunked"):
+        for module in ("row_kl.custom_op", "vocabulary.chunked", "vocabulary.linear_ce_rows"):
             monkeypatch.setattr(f"rope_kernels.{module}.runs_on_triton", lambda x: True)
         # a vocabulary of some 20 words crosses the border of a tile
         monkeypatch.setattr("rope_kernels.vocabulary.triton_rows._BLOCK", 16)

@@ -91,7 +91,7 @@ class LinearCEKL(torch.autograd.Function):
                     scaled_kl[chunk],
                     direction,
                     head,
-                    weight.dtype,
+                    weight.dtype if any(ctx.needs_input_grad) else None,
                     None if reference is None else reference[chunk],
                     ce_cap,
                 )

@@ -3,7 +3,9 @@
 import torch
 from torch.nn import functional as F
 
+from ..common.devices import runs_on_triton
 from .checks import IGNORE_INDEX, require_chunk_rows, require_head, require_labels
+from .linear_ce_kl import linear_ce_kl
 
 
 @torch.no_grad()
@@ -17,15 +19,17 @@ def linear_ce_rows(
 ) -> torch.Tensor:
     """ce[i] = -ln softmax(hidden[i] @ weight.T + bias)[labels[i]], in nats, 0 where labels[i] is -100.
 
-    For evaluation: no gradient flows. The product runs in the dtype of `hidden`, its log-sum-exp in float32, and the
-    rows without a label are never multiplied. What the model does to its logits (a scale, a soft cap) is not applied.
+    For evaluation: no gradient flows. The product runs in the dtype of `hidden`, its log-sum-exp in float32, as are the
+    logits on a GPU, and rows without a label are never multiplied. What the model does to its logits (a scale, a soft
+    cap) is not applied.
 
     Args:
         hidden: [N, H], floating point.
         weight: [V, H], of the dtype and device of `hidden`.
         labels: [N] int64, each in [0, V) or -100; already shifted, so that row i predicts labels[i].
         bias: [V] or None.
-        chunk_rows: rows whose logits exist at a time, at least 1. None takes as many as hold float32 logits of 256 MiB.
+        chunk_rows: rows whose logits exist at a time, at least 1. None: on a GPU as `linear_ce_kl` has it, else as many
+            as hold float32 logits of 256 MiB.
 
     Returns:
         [N] float32. A nan or an infinity among hidden states gives nan or infinity; a logit of -inf is a masked word.
@@ -37,6 +41,9 @@ def linear_ce_rows(
     vocab_size = weight.shape[0]
     require_labels(labels, "hidden", hidden, vocab_size)
     require_chunk_rows(chunk_rows)
+    if runs_on_triton(hidden):
+        each = torch.ones_like(labels, dtype=torch.float32)
+        return linear_ce_kl(hidden, None, weight, labels, each, None, bias=bias, chunk_rows=chunk_rows)[1].ce
     if chunk_rows is None:
         chunk_rows = max(1, 2**28 // (4 * vocab_size))
 

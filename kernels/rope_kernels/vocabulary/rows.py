@@ -79,7 +79,7 @@ def vocabulary_rows(
     kl_weight: torch.Tensor,
     direction: Direction,
     head: HeadOutput,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     ce_reference: torch.Tensor | None = None,
     ce_cap: float = 1.0,
 ) -> tuple[RowMetrics, torch.Tensor]:
@@ -100,7 +100,7 @@ def vocabulary_rows(
         kl_weight: [n] of the dtype of `products`.
         direction: of the divergence.
         head: turns products into logits.
-        dtype: of the gradient.
+        dtype: of the gradient; None if nobody wants it, and then it may be anything.
         ce_reference: [n] or None, as in `ce_factors`, whose values are constants.
         ce_cap: the largest factor, as `cap` in `ce_factors`.
 
@@ -121,7 +121,7 @@ def vocabulary_rows(
     factor = ce_factors(ce, ce_reference, ce_cap)
     gradient = head.back(gradient * torch.where(labelled, factor * ce_weight, 0.0)[:, None], z)
     if not view:
-        return RowMetrics(ce, torch.zeros_like(ce), entropy, is_top1, factor), gradient.to(dtype)
+        return RowMetrics(ce, torch.zeros_like(ce), entropy, is_top1, factor), gradient.to(dtype=dtype)
     z = head.logits(view[0])
     log_p = z.log_softmax(-1)
     p = log_p.exp()
@@ -140,4 +140,4 @@ def vocabulary_rows(
         view_gradient = p * (gap - mean_gap[:, None]) / 2
     kl = torch.where(kl_weight != 0, kl, 0.0)
     view_gradient = head.back(view_gradient * kl_weight[:, None], z)
-    return RowMetrics(ce, kl, entropy, is_top1, factor), torch.cat([gradient, view_gradient]).to(dtype)
+    return RowMetrics(ce, kl, entropy, is_top1, factor), torch.cat([gradient, view_gradient]).to(dtype=dtype)

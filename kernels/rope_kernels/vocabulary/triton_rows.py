@@ -1,4 +1,4 @@
-"""Triton kernel of `vocabulary_rows`: two sweeps over a row of products, three for "jsd"; gradients replace them."""
+"""Triton kernel of `vocabulary_rows`: a sweep over a row of products, two for "jsd", and one that writes gradients."""
 
 import torch
 import triton
@@ -60,6 +60,7 @@ def _vocabulary_rows_kernel(
     SOFTCAP: tl.constexpr,
     HAS_VIEW: tl.constexpr,
     HAS_REFERENCE: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
     DIRECTION: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
@@ -152,7 +153,7 @@ def _vocabulary_rows_kernel(
                 other += tl.sum(tl.where(q != 0, q * (lq - lm), 0.0))
             kl = (mean_gap + other) / 2
         tl.store(kl_ptr + row, tl.where(kl_weight != 0, kl, 0.0))
-    for start in tl.range(0, n_cols, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, n_cols if HAS_GRADIENT else 0, BLOCK, num_stages=STAGES):
         col = start + in_block
         in_row = col < n_cols
         zq = _logits(std_ptr, col, n_cols, scale, softcap, SOFTCAP)
@@ -186,14 +187,14 @@ def vocabulary_rows(
     kl_weight: torch.Tensor,
     direction: Direction,
     head: HeadOutput,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     ce_reference: torch.Tensor | None = None,
     ce_cap: float = 1.0,
 ) -> tuple[RowMetrics, torch.Tensor]:
     """`rows.vocabulary_rows` for contiguous float32 products, which the gradient in `dtype` replaces."""
     n_rows, n_cols = len(labels), products.shape[1]
     has_view = len(products) > n_rows
-    out = products.view(dtype)[:, :n_cols]  # in 16 bits, the first half of each row of products
+    out = products.view(dtype or products.dtype)[:, :n_cols]  # in 16 bits, the first half of each row of products
     ce, kl, entropy = (torch.zeros(n_rows, dtype=torch.float32, device=products.device) for _ in range(3))
     is_top1 = torch.zeros(n_rows, dtype=torch.bool, device=products.device)
     with torch.cuda.device_of(products):  # Triton launches on the current GPU
@@ -219,6 +220,7 @@ def vocabulary_rows(
             SOFTCAP=head.softcap is not None,
             HAS_VIEW=has_view,
             HAS_REFERENCE=ce_reference is not None,
+            HAS_GRADIENT=dtype is not None,
             DIRECTION=direction,
             BLOCK=max(_PARTS, min(_BLOCK, triton.next_power_of_2(n_cols))),
             PARTS=_PARTS,

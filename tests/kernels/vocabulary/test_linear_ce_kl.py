@@ -278,17 +278,18 @@ def test_what_does_not_fit_is_refused(change, message):
         linear_ce_kl(**{**arguments, "kl_weight": kl_weight, **change})
 
 
-def test_no_gradient_is_formed_where_none_can_be_asked_for(monkeypatch):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_no_gradient_is_formed_where_none_can_be_asked_for(direction, device, dtype, monkeypatch):
     """The forward forms them, so evaluation and frozen inputs must say so before it runs."""
-    (std, view, weight, bias), labels, ce_weight, kl_weight = problem()
-    expected = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
+    (std, view, weight, bias), labels, ce_weight, kl_weight = problem(dtype=dtype, device=device)
+    expected = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, direction, bias=bias)[0]
 
     def refuse(*_):
         raise AssertionError("a product for a gradient")
 
     monkeypatch.setattr("rope_kernels.vocabulary.chunked._add_product", refuse)
     with torch.no_grad():
-        actual = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
+        actual = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, direction, bias=bias)[0]
     torch.testing.assert_close(actual, expected.detach())
     linear_ce_kl(std, view, weight.detach(), labels, ce_weight, kl_weight, bias=bias.detach())
     with pytest.raises(AssertionError, match="a product for a gradient"):
