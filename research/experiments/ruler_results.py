@@ -137,12 +137,13 @@ def by_length(runs: Runs) -> str:
     lines = head([*names, "short text", "loss to 8K", "loss 32K to 64K", "KL", "replies end"])
     for arm, name in NAMES.items():
         same = runs[arm]
+        read = [run for run in same if "own" in run]  # after RULER; a run that was cut off may have none
         figures = [cell([scores(run, n) for run in same], scores(native, n) or None, 3) for n in lengths]
         figures.append(cell([short_scores(run) for run in same], short_scores(native), 3))
         for first, end in ((64, 8192), (32768, 65536)):
-            figures.append(spread([mean_of(run["loss_by_position"], first, end) for run in same], 3))
-        figures.append(spread([run["own"]["kl"] for run in same], 2))
-        figures.append(cell([ended(run) for run in same], ended(native)))
+            figures.append(spread([mean_of(run["loss_by_position"], first, end) for run in read], 3))
+        figures.append(spread([run["own"]["kl"] for run in read], 2))
+        figures.append(cell([ended(run) for run in read], ended(native)))
         lines.append(row([name, str(len(same)), *figures]))
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ from support.pages import RESULTS
 
 from result_parts import Parts
 from ruler_results import (
+    NAMES,
     add,
     beside,
     by_length,
@@ -98,3 +99,8 @@ def test_of_a_run_that_was_cut_off_the_lengths_are_added_at_which_all_tasks_were
     assert [line["arm"], line["seed"], line["train_seconds"]] == ["skills", 1, 5.0]
     assert line["ruler"]["lengths"] == [65536] and line["ruler_chat"]["lengths"] == [8192]
     assert scores(line, 65536) == [0.25] * 260 and scores(line, 8192, form="ruler_chat") == [0.5] * 260
+    of_new_seed = line | {"seed": 7}  # no losses yet
+    (row,) = (
+        r for r in by_length({**RUNS, "skills": [*RUNS["skills"], of_new_seed]}).splitlines() if NAMES["skills"] in r
+    )
+    assert row.split(" | ")[1] == str(len(RUNS["skills"]) + 1)

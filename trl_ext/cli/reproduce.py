@@ -6,6 +6,7 @@ import shlex
 import string
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +75,35 @@ def run_commands(commands: list[str], output: Path) -> int:
 
     Args:
         commands: of this package or of Python, as a shell takes them.
-        output: folder whose done.json lists the commands that were finished.
+        output: folder whose done.json has the commands that were finished and the seconds that each took.
     """
     record = output / "done.json"
-    done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
+    done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     programs = {"rope-patch": [sys.executable, "-m", "trl_ext"], "python": [sys.executable]}
     for number, command in enumerate(commands, 1):
         print(f"\n[{number}/{len(commands)}] {command}{' (done)' * (command in done)}", flush=True)
         if command in done:
             continue
         program, *words = shlex.split(command)
-        status = subprocess.run([*programs[program], *words], check=False).returncode
+        begin = time.perf_counter()
+        status = _finished(subprocess.Popen([*programs[program], *words]))
         if status:
             print(f"\nThat command failed. The same command goes on from there, in {output}.", file=sys.stderr)
             return status
-        done.append(command)
+        done[command] = round(time.perf_counter() - begin, 1)
+        print(f"{done[command]} seconds", flush=True)
         output.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")  # after each, so that Ctrl-C loses one
     return 0
+
+
+def _finished(process: "subprocess.Popen[bytes]") -> int:
+    """Its status once it has ended. Ctrl-C goes to the process too, which ends by itself: it may be saving."""
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
 
 
 def read_figures(report: Path) -> dict[str, dict[str, float | None]]:

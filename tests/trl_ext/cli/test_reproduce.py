@@ -1,7 +1,12 @@
 """`rope-patch reproduce`: commands run once each, in order, and a table shows the paper's figures beside theirs."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +74,29 @@ def test_what_was_finished_is_not_run_again(here, capfd):
     Path("out", "repaired").touch()
     assert cli.main(["reproduce", folder, "--output", "out"]) == 0
     assert Path("out", "calls").read_text().split() == ["first", "fail", "fail", "last"]
+    seconds = json.loads(Path("out", "done.json").read_text())
+    assert [command.split()[-1] for command in seconds] == ["first", "fail", "last"]
+    assert all(0 < s < 60 for s in seconds.values())
+    assert f"{list(seconds.values())[-1]} seconds" in capfd.readouterr().out.splitlines()
+
+
+def test_a_command_that_is_stopped_ends_by_itself_and_is_run_again(here):
+    """Ctrl-C goes to both; the command takes longer to save than the 0.25 seconds that `subprocess` gives one."""
+    folder = paper(here, ["python $folder/slow.py"])
+    Path(folder, "slow.py").write_text(
+        "import pathlib, time\n"
+        "try:\n    pathlib.Path('began').touch(); time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    time.sleep(1); pathlib.Path('saved').touch(); raise\n"
+    )
+    words = [sys.executable, "-m", "trl_ext", "reproduce", folder, "--output", "out"]
+    process = subprocess.Popen(words, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not Path("began").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert Path("saved").exists() and process.returncode != 0
+    assert "The same command goes on from there" in said and not Path("out", "done.json").exists()
 
 
 def test_a_dry_run_prints_the_commands_and_runs_none(here, capsys):
