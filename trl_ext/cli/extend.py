@@ -100,9 +100,8 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
         "--rows-per-step", type=int, default=8, help=f"rows in an optimizer step; default: {rows_per_step}"
     )
     chosen.add_argument("--train", help="what is trained: all, qkv, lora or qlora")
-    chosen.add_argument("--lora-rank", type=int, help="rank of adapters; default: 64")
+    chosen.add_argument("--lora-rank", type=int, default=64, help="rank of adapters; default: 64")
     chosen.add_argument("--learning-rate", type=float, help="peak learning rate")
-    chosen.add_argument("--precision", help="bf16 or float32")
     chosen.add_argument(
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,

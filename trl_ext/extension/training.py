@@ -1,6 +1,5 @@
 """The training of an extension."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
         "use_cpu": on_cpu,
         "dataloader_pin_memory": not on_cpu,
         "gradient_checkpointing": weights["gradient_checkpointing"],
-        "save_steps": max(n_steps // _SAVES, 1),
+        "save_steps": save_steps(n_steps),
         "save_total_limit": 1,
         "logging_steps": 1,
         "report_to": list(options.report_to) or "none",
@@ -102,6 +101,11 @@ def n_steps(n_rows: int, rows_per_step: int) -> int:
     return -(-n_rows // rows_per_step)
 
 
+def save_steps(n_steps: int) -> int:
+    """Steps between two checkpoints."""
+    return max(n_steps // _SAVES, 1)
+
+
 def write(keys: dict[str, Any], options: ExtendOptions) -> Path:
     """Write the recipe `keys`, and return its file."""
     file = options.folder / RECIPE
@@ -137,7 +141,7 @@ def train(
             raise ChildProcessError(f"training has ended with status {status}, for the reason above.")
         (stage,) = read_stages(keys, source=str(file))
         return Trained(options.folder / "model", {_STAGE: Figures(**read_run_record(stage.figures))})
-    progress = _Progress(tell, n_rows, options.rows_per_step)
+    progress = _Progress(n_rows, options.rows_per_step)
     try:
         return run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress)
     finally:
@@ -146,17 +150,11 @@ def train(
 
 
 class _Progress(TrainerCallback):
-    """A progress bar over rows, as a step may take minutes, with the last loss.
+    """A progress bar over rows, as a step may take minutes, with the last loss."""
 
-    The remaining time is printed once, after the first steps.
-    """
-
-    def __init__(self, tell: Callable[[str], None], n_rows: int, rows_per_step: int) -> None:
-        self.tell = tell
+    def __init__(self, n_rows: int, rows_per_step: int) -> None:
         self.rows_per_step = rows_per_step
         self.bar = tqdm(total=n_rows, unit="row", dynamic_ncols=True)
-        self.began: tuple[int, float] | None = None  # step and time from which steps are timed
-        self.is_told = False
 
     def close(self) -> None:
         """Close the bar, which would otherwise be drawn again below later output."""
@@ -173,13 +171,6 @@ class _Progress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._move_to(self._rows_of(state.global_step))
-        if self.began is None:  # the first step compiles
-            self.began = state.global_step, time.perf_counter()
-        elif not self.is_told and self.began[0] + 2 <= state.global_step < state.max_steps:
-            each = (time.perf_counter() - self.began[1]) / (state.global_step - self.began[0])
-            left = (state.max_steps - state.global_step) * each / 60
-            self.tell(f"Judging by the first steps, training takes {left:.1f} more minutes.")
-            self.is_told = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
