@@ -23,8 +23,6 @@ _BYTES = 0.67e9  # bytes of a checkpoint a second: loaded, merged, written, and 
 # operations a second of CPUs without room on a GPU, in bfloat16: with it an export of 16 GB beside 12 busy processes on
 # 32 cores takes the 93 s that it took, of which 14 wrote layers
 _HOST = 0.56e12
-ROUGH = 2.0
-"""Factor by which an estimate of minutes may be wrong before the first steps are timed."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from rope_kernels.common.gpu_memory import free_gpu_bytes
 from rope_patch.base.environment import device_name
 
+from ..memory.plan import GIB
 from .duration import H200, Rate
 
-GIB = 1 << 30
 _SIZE = {"cuda": 4096, "cpu": 1024}  # rows and columns of the matrices that are multiplied
 _FREE = 0.9  # of free memory that a step may take
 _SECONDS = 0.2  # about as long as the calibration takes

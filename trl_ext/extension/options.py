@@ -105,10 +105,6 @@ class ExtendOptions:
                 require_number(flag(name), getattr(self, name))
         if self.accelerate_config is not None and self.accelerate_config not in ENGINES:
             raise unknown("--accelerate-config", self.accelerate_config, ENGINES, of="extend")
-        if self.accelerate_config is not None and self.devices == 1:
-            raise ValueError("--accelerate-config is for several GPUs: leave it out, or --devices 1.")
-        if self.device_memory is not None and self.device == "cpu":
-            raise ValueError("--device-memory is of a GPU: leave --device cpu out.")
         if self.short is not None and not 0 <= self.short <= 1:  # NaN is refused too
             raise ValueError(f"--short must be a share from 0 to 1, got {self.short}.")
         if self.train not in (None, *get_args(Train)):
@@ -118,8 +114,6 @@ class ExtendOptions:
         for name in ("rescale", "view", "objective"):
             if getattr(self, f"{name}_args") is not None and getattr(self, name) is None:
                 raise ValueError(f"--{name}-args needs --{name}.")
-        if not self.data:
-            raise ValueError("--data must name at least one file of documents.")
 
     def recorded(self) -> dict[str, Any]:
         """As JSON values, without the output folder, which may be moved, and without targets, which may be added."""

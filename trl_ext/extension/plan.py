@@ -11,7 +11,6 @@ from ..rows.sampling import AT_ONCE
 from .choices import Choices
 from .duration import (
     H200_OPERATIONS,
-    ROUGH,
     Rate,
     export_seconds,
     forward_calls,
@@ -63,7 +62,7 @@ class ExtensionPlan:
         engine: what each of several GPUs holds; None for one.
         remedies: what would make a training fit that does not; empty for one that does.
         minutes: estimated by a short calibration of this machine, or from steps on an H200 for a GPU that is not here,
-            right within a factor of `duration.ROUGH`.
+            right within a factor of two.
         rows: training rows, including short ones.
         tokens: in all rows.
         steps: optimizer steps.
@@ -118,7 +117,7 @@ class ExtensionPlan:
     def __str__(self) -> str:
         elsewhere, n_gpus = self.machine.rate is not None, self.machine.n_gpus
         device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
-        by = f"from a short timing of this machine; they may be off by {ROUGH:g} times, either way"
+        by = "from a short timing of this machine; they may be off by 2 times, either way"
         if elsewhere:
             device = f"a GPU of {self.machine.memory / GIB:.4g} that is not here"
             by = (

@@ -1,7 +1,6 @@
 """The training of an extension."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from transformers import TrainerCallback
 
 from ..config import LONG_DOCUMENTS
 from ..engines.device import free_memory
-from ..recipes.fine_tuning import Figures, Trained, run
+from ..recipes.fine_tuning import Figures, run
 from ..recipes.launching import Launch
 from ..recipes.stages import Stage, read_stages
 from ..runs.folder import read_run_record
@@ -23,7 +22,6 @@ from .short_rows import ShortRowsTrainer
 RECIPE = "recipe.yaml"
 """The recipe of the training, in the folder of the extension."""
 
-_STAGE = "training"
 _SAVES = 4  # checkpoints in a run, of which the last is kept
 
 
@@ -73,7 +71,7 @@ def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: 
         "datasets": [{"path": "json", "data_files": str(options.folder / "rows.jsonl"), "split": "train"}],
         **training_fields(choices, options, n_steps(n_rows, options.rows_per_step)),
         "output_dir": str(options.folder),
-        "stages": [{"name": _STAGE}],
+        "stages": [{"name": "training"}],
         "export": {"window": options.to, "check": True},
     }
     if has_adapters:
@@ -106,20 +104,13 @@ def save_steps(n_steps: int) -> int:
     return max(n_steps // _SAVES, 1)
 
 
-def write(keys: dict[str, Any], options: ExtendOptions) -> Path:
-    """Write the recipe `keys`, and return its file."""
-    file = options.folder / RECIPE
-    file.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
-    return file
-
-
 def train(
     keys: dict[str, Any],
     options: ExtendOptions,
     n_rows: int,
     tell: Callable[[str], None],
     command: list[str] | None = None,
-) -> Trained:
+) -> Figures:
     """Train by the recipe `keys`, and export to the folder "model"; the same call resumes a stopped one.
 
     Args:
@@ -132,21 +123,22 @@ def train(
     Raises:
         ChildProcessError: a process of `command` has failed, and has printed why.
     """
-    file = write(keys, options)
+    file = options.folder / RECIPE
+    file.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
     if command is not None:
         tell(f"  rope-patch {' '.join(command)}")
         launch, arguments = Launch.take(command)
         status = 0 if launch is None else launch.run(arguments)
         if status:
             raise ChildProcessError(f"training has ended with status {status}, for the reason above.")
-        (stage,) = read_stages(keys, source=str(file))
-        return Trained(options.folder / "model", {_STAGE: Figures(**read_run_record(stage.figures))})
-    progress = _Progress(n_rows, options.rows_per_step)
-    try:
-        return run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress)
-    finally:
-        progress.close()
-        free_memory()
+    else:
+        progress = _Progress(n_rows, options.rows_per_step)
+        try:
+            run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress)
+        finally:
+            progress.close()
+            free_memory()
+    return Figures(**read_run_record(options.folder / "training/stage.json"))
 
 
 class _Progress(TrainerCallback):
