@@ -115,14 +115,13 @@ class ExtensionPlan:
         return not self.remedies
 
     def __str__(self) -> str:
-        elsewhere, n_gpus = self.machine.rate is not None, self.machine.n_gpus
+        elsewhere, n_gpus, hours = self.machine.rate is not None, self.machine.n_gpus, self.minutes.total / 60
         device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
-        by = "from a short timing of this machine; they may be off by 2 times, either way"
+        by = "by a short timing of this machine; they may be half as many, or twice"
         if elsewhere:
             device = f"a GPU of {self.machine.memory / GIB:.4g} that is not here"
-            by = (
-                f"by arithmetic from steps on an H200, {H200_OPERATIONS / 1e12:.0f} TFLOP/s; half the speed, twice that"
-            )
+            speed = f"{H200_OPERATIONS / 1e12:.0f} TFLOP/s"
+            by = f"of H200s, by arithmetic at {speed}; a GPU of half the speed takes twice as long"
         short, most = self.choices.rows.value["length"] // SHORTER, min(SHORTER, self.options.rows_per_step)
         batches = "one row at a time"
         if short in row_counts(self.choices) and most > 1 and n_gpus == 1:
@@ -140,14 +139,14 @@ class ExtensionPlan:
             f"{self.options.rows_per_step} row{'s' * (self.options.rows_per_step > 1)}, {batches}",
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             *self._memory_lines(device),
-            f"Minutes, {by}:",
+            f"Minutes {by}:",
             f"  {self.minutes.measure:8.1f}  measuring the model as it is",
             *([f"  {self.minutes.measure:8.1f}  measuring it untrained"] if self.options.untrained else []),
             *([f"  {self.minutes.write:8.1f}  texts that it writes itself"] if self.minutes.write else []),
             f"  {self.minutes.train:8.1f}  training{f' on {n_gpus} GPUs' if n_gpus > 1 else ''}",
             f"  {self.minutes.export:8.1f}  merging, writing and checking the checkpoint",
             f"  {self.minutes.measure:8.1f}  measuring it again",
-            f"  {self.minutes.total:8.1f}  together, {self.minutes.total / 60:.1f} hours",
+            f"  {self.minutes.total:8.1f}  together{f', {hours:.1f} hours' if hours > 2 else ''}",
         ]
         lines.append("  Starting, loading and saving are counted. Downloading is not.")
         if self.machine.device == "cpu" and self.minutes.total > _PATIENCE:

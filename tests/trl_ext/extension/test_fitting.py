@@ -40,7 +40,7 @@ def test_a_plan_for_another_gpu_chooses_and_counts_as_on_that_gpu():
     assert plan.memory.total / GIB == pytest.approx(measured, rel=0.05)
     text = str(plan)
     assert "on a GPU of 80 that is not here" in text and "not in this" not in text
-    assert "by arithmetic from steps on an H200, 470 TFLOP/s" in text and "timing" not in text
+    assert "of H200s, by arithmetic at 470 TFLOP/s" in text and "timing" not in text
     assert "[measured by us on SmolLM2; " in text and "[measured; " not in text
 
 
