@@ -122,10 +122,6 @@ class ExtensionPlan:
             device = f"a GPU of {self.machine.memory / GIB:.4g} that is not here"
             speed = f"{H200_OPERATIONS / 1e12:.0f} TFLOP/s"
             by = f"of H200s, by arithmetic at {speed}; a GPU of half the speed takes twice as long"
-        short, most = self.choices.rows.value["length"] // SHORTER, min(SHORTER, self.options.rows_per_step)
-        batches = "one row at a time"
-        if short in row_counts(self.choices) and most > 1 and n_gpus == 1:
-            batches += f", up to {most} neighbours of {short:,} tokens together"
         lines = [
             f"The model: {self.facts.full_name}",
             *(f"  {line}" for line in self.facts.lines()),
@@ -136,7 +132,7 @@ class ExtensionPlan:
             "  We measured SmolLM2-135M-Instruct from 8,192 to 65,536, in three seeds. Other models may differ.",
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
-            f"{self.options.rows_per_step} row{'s' * (self.options.rows_per_step > 1)}, {batches}",
+            f"{self.options.rows_per_step} row{'s' * (self.options.rows_per_step > 1)}",
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             *self._memory_lines(device),
             f"Minutes {by}:",
@@ -147,8 +143,8 @@ class ExtensionPlan:
             f"  {self.minutes.export:8.1f}  merging, writing and checking the checkpoint",
             f"  {self.minutes.measure:8.1f}  measuring it again",
             f"  {self.minutes.total:8.1f}  together{f', {hours:.1f} hours' if hours > 2 else ''}",
+            "  Starting, loading and saving are counted. Downloading is not.",
         ]
-        lines.append("  Starting, loading and saving are counted. Downloading is not.")
         if self.machine.device == "cpu" and self.minutes.total > _PATIENCE:
             lines.append("A CPU is slow. A smaller --to and --row-length, and fewer --rows and --prompts, end sooner.")
         if not self.fits:

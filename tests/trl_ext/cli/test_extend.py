@@ -55,11 +55,6 @@ def test_a_dry_run_prints_the_plan(folder, capsys):
     [
         (["base", "--to", "1600", "--data", "none.jsonl"], "there is no text file none.jsonl"),
         (["base", "--to", "1600", "--data", "base"], "base/config.json cannot be read as text: it ends with .json"),
-        (
-            ["base", "--to", "700", "--data", "books.jsonl"],
-            "--to must be longer than the context window of base, 800",
-        ),
-        (["base", "--to", "1600", "--data", "books.jsonl", "--target", "vlm"], "--target 'vlm'. Did you mean 'vllm'?"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message, folder, capsys):
