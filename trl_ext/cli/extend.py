@@ -3,10 +3,8 @@
 import argparse
 import json
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from ..recipes.arguments import is_hub_id
 from .export import TARGETS
 from .hub_revision import add_model_revision
 from .rows import shares
@@ -100,9 +98,8 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
         "--rows-per-step", type=int, default=8, help=f"rows in an optimizer step; default: {rows_per_step}"
     )
     chosen.add_argument("--train", help="what is trained: all, qkv, lora or qlora")
-    chosen.add_argument("--lora-rank", type=int, help="rank of adapters; default: 64")
+    chosen.add_argument("--lora-rank", type=int, default=64, help="rank of adapters; default: 64")
     chosen.add_argument("--learning-rate", type=float, help="peak learning rate")
-    chosen.add_argument("--precision", help="bf16 or float32")
     chosen.add_argument(
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
@@ -121,11 +118,6 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
 
 def run_extend(args: argparse.Namespace) -> int:
     """Extend, and print the result."""
-    for file in (*args.data, *args.held_out):
-        if not Path(file).exists() and not is_hub_id(file):  # before the imports, which take seconds
-            from rope_patch.prompts.text import require_file
-
-            require_file(Path(file))
     from ..extension.messages import others_quiet
 
     with others_quiet():  # imported packages warn of optional ones that are missing

@@ -14,7 +14,7 @@ from rope_patch.rescalings import RESCALINGS
 
 from ..memory.step import Memory, Step, peak_memory
 from ..rows.mix import rows_by_kind
-from ..rows.row import ASKING, SKILLS, shares_with
+from ..rows.row import SKILLS, shares_with
 from .facts import ModelFacts
 from .machine import GIB, Machine
 from .options import ADAPTERS, FACTS, ROWS_PER_STEP, ExtendOptions
@@ -34,14 +34,12 @@ RULER_TASKS = ("niah_multikey_2", "niah_multivalue", "ruler_vt", "ruler_fwe")
 _PROMPTS = {"cuda": 40, "cpu": 10}  # a length
 _EVAL_ROWS = 4
 _CPU_ROW = 512  # tokens of such a row; two cores read 512 in a second, 12288 in a minute
-_YOURS = "You set it."
 
 # the first one that the model supports is taken
 _RESCALINGS = {
-    "ntk": "It loses least within the original window, and no other RoPE scaling is supported by more programs. With a "
-    "factor of twice target / window it reads to the end, with that ratio alone it did not",
-    "yarn": "It reaches as far without training as with much training, but loses more within the window than NTK, "
-    "which this model does not support",
+    "ntk": "It loses least within the original window, and no RoPE scaling is supported by more programs. It reads to "
+    "the end with a factor of twice target / window, and did not with that ratio alone",
+    "yarn": "It reaches as far, but loses more within the window than NTK, which this model does not support",
 }
 _KINDS: dict[str, str] = {
     "text": "your texts",
@@ -68,7 +66,7 @@ class Choice:
         text: the value in words.
         reason: why.
         basis: whether the reason was measured, on `SmolLM2-135M-Instruct` unless it names another model.
-        flag: the flag that changes it.
+        flag: the flags that change it; "" if none does.
     """
 
     name: str
@@ -85,7 +83,8 @@ class Choice:
     def explained(self) -> str:
         """The value with its reason, without the name."""
         basis = "measured by us on SmolLM2" if self.basis == "measured" else self.basis
-        return f"{self.text}. {self.reason} [{basis}; {self.flag}]"
+        how = f"{basis}; {self.flag}" if self.flag else basis
+        return f"{self.text}.{f' {self.reason}' if self.reason else ''} [{how}]"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Choices:
         rows: what `trl_ext.rows.make_rows` is given, and own_tokens.
         weights: {"train", "lora_rank", "gradient_checkpointing"}.
         rate: peak learning rate.
-        precision: "bf16" or "float32".
+        precision: "bf16" or "float32", of matrix products in training.
         evaluation: {"measures", "prompts", "lengths", "ruler_tasks", "ruler_lengths", "ruler_samples", "n_rows",
             "row_length"}.
     """
@@ -163,7 +162,7 @@ def choose(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choic
             is no error here.
     """
     rescaling, view = _rescaling(facts, options), _view(facts, options)
-    objective, precision = _objective(facts, options), _precision(options, machine)
+    objective, precision = _objective(facts, options), _precision(machine)
     rows = _rows(facts, options, objective.value)
     weights = _weights(facts, options, machine, objective, precision, rows)
     return Choices(
@@ -178,7 +177,7 @@ def choose(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choic
     )
 
 
-def _yours(name: str, value: Any, text: str, flag: str, reason: str = _YOURS) -> Choice:
+def _yours(name: str, value: Any, text: str, flag: str, reason: str = "") -> Choice:
     """A choice that the user has made."""
     return Choice(name, value, text.strip(), reason, "your choice", flag)
 
@@ -245,7 +244,7 @@ def _view(facts: ModelFacts, options: ExtendOptions) -> Choice:
         "positions",
         {"view": "mix", "view_args": {"views": views}},
         f"half of the rows with their own position IDs, half in four pieces with gaps between, up to {options.to:,}",
-        "Rows of the original length teach positions up to the target, and rows without gaps keep short contexts.",
+        "Gaps teach positions up to the target, and rows without gaps keep short contexts.",
         "measured",
         flag,
     )
@@ -264,8 +263,8 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
             "objective",
             {"objective": "clm", "objective_args": {}},
             "next-token loss of all tokens",
-            "Answers have little weight in it: in one seed SmolLM2-135M found .54 of the passkeys at 60000 tokens, and "
-            f".88 with a teacher and with weighted answers. This model supports neither: {reason}",
+            "Answers have little weight in it: SmolLM2-135M found .54 of the passkeys at 60000 tokens, and .88 with a "
+            f"teacher and with weighted answers (one seed). This model supports neither: {reason}",
             "measured",
             flag,
         )
@@ -273,21 +272,18 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
         "objective",
         {"objective": "native-distill", "objective_args": keep},
         "distillation from the original model on all tokens, and a next-token loss of answers and, less, of all text",
-        "It keeps the wording of the model: the KL from the original is .16 nats, without a teacher .31. RULER's score "
-        "is the same without one: --objective native-distill --objective-args '{\"weight\": 0}'.",
+        "It keeps the model's wording: the KL from the original is .16 nats, without a teacher .31.",
         "measured",
         flag,
     )
 
 
-def _precision(options: ExtendOptions, machine: Machine) -> Choice:
-    if options.precision is not None:
-        return _yours("precision", options.precision, options.precision, "--precision")
+def _precision(machine: Machine) -> Choice:
     if machine.bf16:
         text, reason = "bfloat16 autocast, float32 weights", "Weights of 16 bits would round small steps away."
-        return Choice("precision", "bf16", text, reason, "measured", "--precision")
+        return Choice("precision", "bf16", text, reason, "measured", "")
     reason = "A CPU is not faster in 16 bits." if machine.device == "cpu" else "This GPU has no fast bfloat16."
-    return Choice("precision", "float32", "float32", reason, "not measured", "--precision")
+    return Choice("precision", "float32", "float32", reason, "not measured", "")
 
 
 def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) -> Choice:
@@ -323,17 +319,9 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) 
     flag = "--rows, --row-length, --shares, --short, --facts, --own-tokens"
     set_by_user = (options.rows, options.row_length, options.shares, options.short, options.own_tokens)
     if options.facts == FACTS and all(option is None for option in set_by_user):
-        reason = (
-            "Texts keep reading, its own words keep its wording, and questions teach to find what is far away; with "
-            "skills RULER's score is .36 at 32768 tokens in place of .31."
-        )
+        reason = "Texts keep reading, its own words keep its wording, and questions teach to find what is far away."
         return Choice("rows", value, text, reason, _basis(length == facts.window and facts.is_chat), flag)
-    reason = "Measured were 288 rows of the context window, a third of each kind."
-    if options.facts != FACTS and not shares.keys() & set(ASKING):
-        reason += " --facts has no effect: there are no questions."
-    if options.own_tokens is not None and not {"chats", "own_texts"} & shares.keys():
-        reason += " --own-tokens has no effect: the model writes none of the rows."
-    return _yours("rows", value, text, flag, reason)
+    return _yours("rows", value, text, flag, f"Measured were {_ROWS} rows of the context window, a third of each kind.")
 
 
 def _weights(
@@ -353,7 +341,7 @@ def _weights(
         on_off = [False]
     length, needs = rows.value["length"], []
     for train, checkpointing in product(trains, on_off):
-        value = {"train": train, "lora_rank": options.adapter_rank, "gradient_checkpointing": checkpointing}
+        value = {"train": train, "lora_rank": options.lora_rank, "gradient_checkpointing": checkpointing}
         needed = peak_memory(facts.size, _step(value, objective.value, precision.value, length, machine.device))
         needs.append((train, checkpointing, needed))
         if needed.total <= machine.room:
@@ -364,21 +352,20 @@ def _weights(
 def _weights_choice(options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]]) -> Choice:
     flag = "--train, --lora-rank, --gradient-checkpointing"
     train, checkpointing, needed = needs[-1]
-    value = {"train": train, "lora_rank": options.adapter_rank, "gradient_checkpointing": checkpointing}
-    rank = f" of rank {options.adapter_rank}" if train in ADAPTERS else ""
+    value = {"train": train, "lora_rank": options.lora_rank, "gradient_checkpointing": checkpointing}
+    rank = f" of rank {options.lora_rank}" if train in ADAPTERS else ""
     again = ", with gradient checkpointing" if checkpointing else ""
     text = f"{_TRAINED[train]}{rank}{again}"
     memory = f"A step takes {needed.total / GIB:.1f} of {machine.memory / GIB:.1f} GiB."
     if needed.total > machine.room:
         memory = f"{memory[:-1]}, of which {machine.room / GIB:.1f} may be taken: one GPU is too small."
         memory = memory.replace("one GPU", "this machine") if machine.device == "cpu" else memory
-    unused = "" if options.lora_rank is None or train in ADAPTERS else " --lora-rank has no effect: no adapters."
     if train == "qlora":
         memory += " The teacher is in 4 bits too. At the end the adapters are merged into the weights as they came."
     if options.train is not None:
-        return _yours("weights", value, text, flag, f"{_YOURS} {memory}")
+        return _yours("weights", value, text, flag, memory)
     if train == "all":
-        return Choice("weights", value, text, f"They fit. {memory}{unused}", "measured", flag)
+        return Choice("weights", value, text, f"They fit. {memory}", "measured", flag)
     larger = ", ".join(
         f"{_TRAINED[name]} would take {way.total / GIB:.1f} GiB"
         for name, is_on, way in needs[:-1]
@@ -387,7 +374,7 @@ def _weights_choice(options: ExtendOptions, machine: Machine, needs: list[tuple[
     larger = f"{larger[:1].upper()}{larger[1:]}. " if larger else ""
     reason = (
         f"{larger}{memory} In one seed on SmolLM2-135M q, k and v alone found fewer numbers far away than all weights, "
-        f"adapters on all matrices as many.{unused}"
+        "adapters on all matrices as many."
     )
     return Choice("weights", value, text, reason, "not measured", flag)
 
@@ -408,8 +395,8 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
     else:
         rate = _CAREFUL_RATE
         reason = (
-            f"The rate at which Gemma-3-270M stayed close to the original, in three seeds: {_RATE:g}, which is right "
-            "for SmolLM2-135M, broke that model. A higher one may teach more"
+            f"A careful rate: Gemma-3-270M stayed close to the original at {rate:g}, and {_RATE:g} broke it. A higher "
+            "one may teach more"
         )
     if known and options.rows_per_step != ROWS_PER_STEP:
         reason += f". That was with {ROWS_PER_STEP} rows a step, not {options.rows_per_step}"
@@ -417,8 +404,8 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
         times, most = _LORA_RATES
         rate = min(times * rate, most)
         reason += (
-            f". For adapters it is {times} times that, at most {most:g} (arXiv:2405.09673 has such a ratio), at which "
-            "SmolLM2-135M with adapters on all matrices, not on attention alone, found as many numbers in three seeds"
+            f". For adapters it is {times} times that, at most {most:g}, measured with adapters on all matrices, not "
+            "on attention alone"
         )
     rate = float(f"{rate:.1g}")  # one digit, as the plan shows
     return Choice("rate", rate, f"{rate:.0e}", f"{reason}.", _basis(measured), flag)
@@ -472,6 +459,6 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
         "row_length": row_length,
     }
     if options.lengths or options.prompts:
-        return _yours("measuring", value, text, "--prompts, --lengths", f"{_YOURS}{notes}")
-    reason = "What is lost shows within the original window and what is won beyond it; a GPU has time for more prompts."
+        return _yours("measuring", value, text, "--prompts, --lengths", notes.strip())
+    reason = "What is lost shows within the original window, and what is won beyond it."
     return Choice("measuring", value, text, f"{reason}{notes}", "not measured", "--prompts, --lengths")

@@ -15,13 +15,14 @@ _CALLS = 90  # kernels that the forward pass of a layer launches; its backward p
 _ADAPTER_CALLS = 70
 _CHECKPOINT_CALLS = 200  # more for a checkpointed layer, whose hooks pack and unpack each saved tensor
 _BLOCK_CALLS = 20  # more for each block of queries in a layer with a sliding window, trained without masks
-_START = 10.0  # seconds in which a process that checks an export starts
+# of two runs in 8B shapes on H200s, from files in memory (research/results/speed.md, "A whole `rope-patch extend`")
+_START = 15.0  # seconds in which a process starts: 11 to 19
+_LOADED = 3e9  # bytes of a checkpoint a second, until they are on the GPU
+_SAVED = 1.4e9  # bytes a second of the checkpoints of a training, gathered from all GPUs and written
 _BYTES = 0.67e9  # bytes of a checkpoint a second: loaded, merged, written, and loaded again
 # operations a second of CPUs without room on a GPU, in bfloat16: with it an export of 16 GB beside 12 busy processes on
 # 32 cores takes the 93 s that it took, of which 14 wrote layers
 _HOST = 0.56e12
-ROUGH = 2.0
-"""Factor by which an estimate of minutes may be wrong before the first steps are timed."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +90,32 @@ def _has_windows(size: ModelSize, length: int) -> bool:
     return 0 < size.sliding_window < length
 
 
-def export_seconds(size: ModelSize, weight_bytes: int, device: str, rate: Rate, memory: int) -> float:
+def loading_seconds(checkpoint: int, n_gpus: int, times: int = 1) -> float:
+    """Seconds of loading a checkpoint of so many bytes; several GPUs start a process each first."""
+    return times * checkpoint / _LOADED + (_START if n_gpus > 1 else 0.0)
+
+
+def saving_seconds(trained: int, gathered: int, n_saves: int) -> float:
+    """Seconds of saving the checkpoints of a training, and then its result.
+
+    Args:
+        trained: bytes of trained weights and of optimizer states.
+        gathered: bytes of all weights, where each GPU has only parts of them.
+        n_saves: checkpoints.
+    """
+    return (n_saves * trained + (n_saves + 1) * gathered) / _SAVED
+
+
+def export_seconds(size: ModelSize, checkpoint: int, device: str, rate: Rate, memory: int) -> float:
     """Seconds of merging, writing and checking a checkpoint, whose logits are computed before and after.
 
     Args:
         size: of the model.
-        weight_bytes: of a weight in the checkpoint.
+        checkpoint: its bytes.
         device: that trains, "cuda" or "cpu".
         rate: of that device.
         memory: bytes that are free on it; where a GPU lacks room for two models, the host computes the logits.
     """
-    checkpoint = size.parameters * weight_bytes
     operations = 4 * forward_operations(size, TOKENS)  # near and far, by the model and by the checkpoint
     on_host = device == "cuda" and not has_room(checkpoint, memory)
     return _START + checkpoint / _BYTES + (operations / _HOST if on_host else rate.seconds(operations, 0))

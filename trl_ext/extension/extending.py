@@ -313,8 +313,8 @@ class _Run:
         # of the model, so that the next step has it
         free_memory()
         if label == measuring.BEFORE:  # figures of both are printed at the end
-            for line in measuring.lines(results, self.facts.window):
-                self.tell(line)
+            for line in measuring.table(measuring.together({label: results}), self.facts.window):
+                self.tell(f"  {line}")
             minutes = (time.perf_counter() - begin) / 60
             self.tell(f"  That took {minutes:.1f} minutes. Each measurement takes about as long.")
         return results
@@ -331,7 +331,7 @@ class _Run:
         self.tell(f"\nTraining{f' from {checkpoint.name} on' if checkpoint else ''}, and exporting the result.")
         keys = training.recipe(self.facts, self.options, self.choices, n_rows)
         command = None if self.engine is None else command_of(self.options, self.engine)
-        figures = training.train(keys, self.options, n_rows, self.tell, command).stages["training"]
+        figures = training.train(keys, self.options, n_rows, self.tell, command)
         peak = "" if figures.peak_bytes is None else f", {figures.peak_bytes / GIB:.1f} GiB at the peak"
         self.tell(f"  {figures.steps} steps, {figures.tokens:,} tokens, loss {figures.loss:.3f} at the end{peak}.")
 

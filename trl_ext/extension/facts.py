@@ -146,9 +146,7 @@ class ModelFacts:
             "It has a chat template, so training and questions use chats too."
             if self.is_chat
             else "It has no chat template, so training and questions use running text.",
-            f"Its tokenizer begins every text with {' '.join(begin)}."
-            if begin
-            else "Its tokenizer puts nothing before a text.",
+            *([f"Its tokenizer begins every text with {' '.join(begin)}."] if begin else []),
             *([f"Layers of type {', '.join(sliding)} attend to near tokens and keep their RoPE."] if sliding else []),
         ]
 

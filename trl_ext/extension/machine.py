@@ -1,17 +1,17 @@
 """The device of an extension: its memory and its speed."""
 
-import time
 from dataclasses import dataclass
 
 import psutil
 import torch
+from torch.utils.benchmark import Timer
 
 from rope_kernels.common.gpu_memory import free_gpu_bytes
 from rope_patch.base.environment import device_name
 
+from ..memory.plan import GIB
 from .duration import H200, Rate
 
-GIB = 1 << 30
 _SIZE = {"cuda": 4096, "cpu": 1024}  # rows and columns of the matrices that are multiplied
 _FREE = 0.9  # of free memory that a step may take
 _SECONDS = 0.2  # about as long as the calibration takes
@@ -64,19 +64,11 @@ class Machine:
         n = _SIZE[self.device]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         left = torch.randn(n, n, device=self.device, dtype=dtype)
-        large, small = self._each(left), self._each(left[:8, :8].contiguous())
+        large, small = _seconds(left), _seconds(left[:8, :8].contiguous())
         return Rate(2 * n**3 / large, small)
 
-    def _each(self, matrix: torch.Tensor) -> float:
-        """Seconds of a product of `matrix` with itself."""
-        self._seconds(matrix, 2)  # the first product allocates, and chooses its kernel
-        times = max(int(_SECONDS / max(self._seconds(matrix, 1), 1e-6)), 1)
-        return self._seconds(matrix, times) / times
 
-    def _seconds(self, matrix: torch.Tensor, times: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(times):
-            matrix @ matrix
-        if matrix.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
+def _seconds(matrix: torch.Tensor) -> float:
+    """Seconds of a product of `matrix` with itself, after some that do not count."""
+    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=_SECONDS).median)

@@ -125,12 +125,6 @@ def table(results: Results, window: int) -> list[str]:
     return lines
 
 
-def lines(measured: dict[str, Any], window: int) -> list[str]:
-    """The results of `measure` for one model, a line a figure."""
-    rows = figure_rows(together({BEFORE: measured}), window).items()
-    return [f"  {what:{_WIDTH}}{of[BEFORE]:>9}" for what, of in rows]
-
-
 def answers(results: Results) -> list[str]:
     """One of the longest prompts, and the answer of each model; nothing if no question was asked."""
     prompt = longest_question(results)

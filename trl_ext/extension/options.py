@@ -8,8 +8,6 @@ from typing import Any, Literal, get_args
 from rope_patch.base.registry import unknown
 from rope_patch.base.validators import require_integer, require_number
 
-LORA_RANK = 64
-"""Default rank of adapters."""
 FACTS, ROWS_PER_STEP = 8, 8
 """The values that SmolLM2-135M was measured with."""
 
@@ -18,7 +16,6 @@ ADAPTERS: tuple[Train, ...] = ("lora", "qlora")
 """The ways to train that leave the weights of the model as they are."""
 ENGINES = ("ddp", "zero2", "fsdp2", "fsdp2-cp")
 """Configs of `rope-patch train --accelerate-config` that export whole models."""
-Precision = Literal["bf16", "float32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +46,8 @@ class ExtendOptions:
             hold more.
         rows_per_step: rows in an optimizer step.
         train: "all" weights, the projections "qkv", or adapters: "lora", or "qlora" on weights in 4 bits.
-        lora_rank: of the adapters; None means `LORA_RANK`.
+        lora_rank: of the adapters.
         learning_rate: peak, from which a cosine falls to a tenth.
-        precision: of matrix products in training, "bf16" under autocast or "float32".
         gradient_checkpointing: whether activations are computed again in the backward pass to save memory.
         prompts: retrieval prompts of each length.
         lengths: of the prompts, in tokens.
@@ -86,9 +82,8 @@ class ExtendOptions:
     own_tokens: int | None = None
     rows_per_step: int = ROWS_PER_STEP
     train: Train | None = None
-    lora_rank: int | None = None
+    lora_rank: int = 64
     learning_rate: float | None = None
-    precision: Precision | None = None
     gradient_checkpointing: bool | None = None
     prompts: int | None = None
     lengths: tuple[int, ...] = ()
@@ -110,36 +105,21 @@ class ExtendOptions:
                 require_number(flag(name), getattr(self, name))
         if self.accelerate_config is not None and self.accelerate_config not in ENGINES:
             raise unknown("--accelerate-config", self.accelerate_config, ENGINES, of="extend")
-        if self.accelerate_config is not None and self.devices == 1:
-            raise ValueError("--accelerate-config is for several GPUs: leave it out, or --devices 1.")
-        if self.device_memory is not None and self.device == "cpu":
-            raise ValueError("--device-memory is of a GPU: leave --device cpu out.")
         if self.short is not None and not 0 <= self.short <= 1:  # NaN is refused too
             raise ValueError(f"--short must be a share from 0 to 1, got {self.short}.")
-        for name, allowed in (("train", Train), ("precision", Precision)):
-            if getattr(self, name) not in (None, *get_args(allowed)):
-                raise ValueError(
-                    f"{flag(name)} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}."
-                )
+        if self.train not in (None, *get_args(Train)):
+            raise ValueError(f"--train must be one of {', '.join(get_args(Train))}, got {self.train!r}.")
         if self.objective not in (None, "native-distill", "clm"):
             raise ValueError(f"--objective must be native-distill or clm, got {self.objective!r}.")
         for name in ("rescale", "view", "objective"):
             if getattr(self, f"{name}_args") is not None and getattr(self, name) is None:
                 raise ValueError(f"--{name}-args needs --{name}.")
-        if not self.data:
-            raise ValueError("--data must name at least one file of documents.")
 
     def recorded(self) -> dict[str, Any]:
         """As JSON values, without the output folder, which may be moved, and without targets, which may be added."""
         left_out = ("output", "targets", "converter", "device_memory", "devices", "accelerate_config")
         recorded = {name: value for name, value in asdict(self).items() if name not in left_out}
-        recorded["lora_rank"] = self.adapter_rank
         return {name: list(value) if isinstance(value, tuple) else value for name, value in recorded.items()}
-
-    @property
-    def adapter_rank(self) -> int:
-        """Rank of adapters, if any are trained."""
-        return LORA_RANK if self.lora_rank is None else self.lora_rank
 
     @property
     def folder(self) -> Path:

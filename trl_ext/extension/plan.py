@@ -3,15 +3,22 @@
 import textwrap
 from dataclasses import dataclass
 
-from rope_patch.eval.measures.prompt_grid import DEPTHS
-
 from ..engines.device import free_memory
 from ..memory.step import Memory, peak_memory
 from ..recipes.engine_advice import EngineNeed
 from ..rows.mix import SHORTER, rows_by_kind
 from ..rows.sampling import AT_ONCE
 from .choices import Choices
-from .duration import H200_OPERATIONS, ROUGH, Rate, export_seconds, forward_calls, step_calls, step_operations
+from .duration import (
+    H200_OPERATIONS,
+    Rate,
+    export_seconds,
+    forward_calls,
+    loading_seconds,
+    saving_seconds,
+    step_calls,
+    step_operations,
+)
 from .facts import ModelFacts
 from .fitting import command_of, engine_of, fits, measured_bytes, needed_bytes, remedies
 from .machine import GIB, Machine
@@ -19,7 +26,7 @@ from .measuring import eval_plan
 from .measuring_parts import Part, operations_of, parts_of, shares_of
 from .options import ExtendOptions
 from .short_rows import batches_a_step
-from .training import RECIPE, n_steps
+from .training import n_steps, save_steps
 from .writing import seconds_a_step, seconds_of_writing
 
 _WIDTH = 110  # characters of a line
@@ -55,7 +62,7 @@ class ExtensionPlan:
         engine: what each of several GPUs holds; None for one.
         remedies: what would make a training fit that does not; empty for one that does.
         minutes: estimated by a short calibration of this machine, or from steps on an H200 for a GPU that is not here,
-            right within a factor of `duration.ROUGH`.
+            right within a factor of two.
         rows: training rows, including short ones.
         tokens: in all rows.
         steps: optimizer steps.
@@ -93,7 +100,7 @@ class ExtensionPlan:
             memory=peak_memory(facts.size, step),
             engine=engine,
             remedies=[] if fit else remedies(facts, options, choices, machine),
-            minutes=_minutes(facts, options, choices, machine, rate, counts),
+            minutes=_minutes(facts, options, choices, machine, engine, rate, counts),
             rows=sum(counts.values()),
             tokens=sum(length * count for length, count in counts.items()),
             steps=n_steps(sum(counts.values()), options.rows_per_step),
@@ -108,16 +115,13 @@ class ExtensionPlan:
         return not self.remedies
 
     def __str__(self) -> str:
-        elsewhere, n_gpus = self.machine.rate is not None, self.machine.n_gpus
+        elsewhere, n_gpus, hours = self.machine.rate is not None, self.machine.n_gpus, self.minutes.total / 60
         device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
-        by = f", by a short calibration of this machine; they may be off by {ROUGH:g} times, either way"
+        by = "by a short timing of this machine; they may be half as many, or twice"
         if elsewhere:
             device = f"a GPU of {self.machine.memory / GIB:.4g} that is not here"
-            by = f" on an H200 [arithmetic from steps on an H200, {H200_OPERATIONS / 1e12:.0f} TFLOP/s]"
-        short, most = self.choices.rows.value["length"] // SHORTER, min(SHORTER, self.options.rows_per_step)
-        batches = "one row at a time"
-        if short in row_counts(self.choices) and most > 1 and n_gpus == 1:
-            batches += f", up to {most} neighbours of {short:,} tokens together"
+            speed = f"{H200_OPERATIONS / 1e12:.0f} TFLOP/s"
+            by = f"of H200s, by arithmetic at {speed}; a GPU of half the speed takes twice as long"
         lines = [
             f"The model: {self.facts.full_name}",
             *(f"  {line}" for line in self.facts.lines()),
@@ -128,27 +132,21 @@ class ExtensionPlan:
             "  We measured SmolLM2-135M-Instruct from 8,192 to 65,536, in three seeds. Other models may differ.",
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
-            f"{self.options.rows_per_step} row{'s' * (self.options.rows_per_step > 1)}, {batches}",
-            f"  {self.options.folder / RECIPE} will be its recipe for `rope-patch train`.",
+            f"{self.options.rows_per_step} row{'s' * (self.options.rows_per_step > 1)}",
             *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
-            f"Memory at the peak of a step, in GiB, on {device}:",
-            *(f"  {size / GIB:8.2f}  {part}" for part, size in self.memory.parts.items()),
-            f"  {self.memory.total / GIB:8.2f}  together",
-            *self._engine_lines(),
-            f"Minutes{by}:",
+            *self._memory_lines(device),
+            f"Minutes {by}:",
             f"  {self.minutes.measure:8.1f}  measuring the model as it is",
             *([f"  {self.minutes.measure:8.1f}  measuring it untrained"] if self.options.untrained else []),
             *([f"  {self.minutes.write:8.1f}  texts that it writes itself"] if self.minutes.write else []),
-            f"  {self.minutes.train:8.1f}  training"
-            + (f" on {n_gpus} GPUs, as if they never waited for each other" if n_gpus > 1 else ""),
+            f"  {self.minutes.train:8.1f}  training{f' on {n_gpus} GPUs' if n_gpus > 1 else ''}",
             f"  {self.minutes.export:8.1f}  merging, writing and checking the checkpoint",
             f"  {self.minutes.measure:8.1f}  measuring it again",
-            f"  {self.minutes.total:8.1f}  together ({_hours(self.minutes.total)})",
+            f"  {self.minutes.total:8.1f}  together{f', {hours:.1f} hours' if hours > 2 else ''}",
+            "  Starting, loading and saving are counted. Downloading is not.",
         ]
-        if elsewhere:
-            lines.append("  A GPU with half the speed of an H200 in bfloat16 takes about twice as long.")
         if self.machine.device == "cpu" and self.minutes.total > _PATIENCE:
-            lines += self._quicker()
+            lines.append("A CPU is slow. A smaller --to and --row-length, and fewer --rows and --prompts, end sooner.")
         if not self.fits:
             lines += [f"DOES NOT FIT: {self.misfit}", *(f"  {remedy}" for remedy in self.remedies)]
         return "\n".join(lines)
@@ -169,54 +167,31 @@ class ExtensionPlan:
             "these would make it fit:"
         )
 
-    def _engine_lines(self) -> list[str]:
-        """What each of several GPUs holds, and the command that trains on them."""
+    def _memory_lines(self, device: str) -> list[str]:
+        """Memory at the peak of a step: by part on one GPU; on several that of each, and the command that trains."""
         if self.engine is None:
-            return []
-        engine, n_gpus, room = self.engine, self.machine.n_gpus, self.machine.room
+            return [
+                f"Memory at the peak of a step, in GiB, on {device}:",
+                *(f"  {size / GIB:8.2f}  {part}" for part, size in self.memory.parts.items()),
+                f"  {self.memory.total / GIB:8.2f}  together",
+            ]
+        engine, room, memory = self.engine, self.machine.room, self.machine.memory / GIB
         which = "you name" if self.options.accelerate_config else "fits and sends least" if self.fits else "takes least"
         is_long = engine.bytes_long < engine.bytes and engine.bytes > room
         held = engine.bytes_long if is_long else engine.bytes
         lines = [
-            f"Memory on each of {n_gpus} such GPUs, under the engine that {which}:",
-            f"  {held / GIB:8.2f}  {engine.config}{', with long_rows, which switches itself on' if is_long else ''}",
+            f"Memory at the peak of a step, in GiB, on each of {self.machine.n_gpus} GPUs of {memory:.4g}:",
+            f"  {held / GIB:8.2f}  under {engine.config}, the engine that {which}"
+            + (", with long_rows, which switches itself on" if is_long else ""),
         ]
-        if not self.fits:
-            return lines
-        command = " ".join(command_of(self.options, engine))
-        return [*lines, "extend starts the training on them, as this command would:", f"  rope-patch {command}"]
-
-    def _quicker(self) -> list[str]:
-        """Options with which a CPU ends sooner, of those that were not given already."""
-        options, near, target = self.options, self.facts.window // 4, self.facts.window * 9 // 8
-        own = {"chats", "own_texts"} & self.choices.rows.value["shares"].keys()
-        flags = {
-            f"--to {target}": options.to > target,
-            "--rows 12": options.rows is None or options.rows > 12,
-            f"--row-length {near // 2}": options.row_length is None or options.row_length > near // 2,
-            "--short 0": options.short != 0,
-            "--shares text=1,questions=1": bool(own),
-            "--prompts 10": options.prompts is not None and options.prompts > len(DEPTHS),
-            f"--lengths {near} {target}": not options.lengths or max(options.lengths) > target,
-        }
-        hint = " ".join(flag for flag, is_of_use in flags.items() if is_of_use)
-        if not hint:
-            return ["A CPU is slow. --dry-run --device-memory GIB plans for a GPU."]
-        return [
-            "A CPU is slow. These options end sooner, with a worse model and a shorter context window:",
-            f"  {hint}",
-        ]
+        if self.fits:
+            lines.append(f"  It trains as: rope-patch {' '.join(command_of(self.options, engine))}")
+        return lines
 
 
 def _wrapped(text: str) -> str:
     """A list item, wrapped."""
     return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
-
-
-def _hours(minutes: float) -> str:
-    if minutes >= 120:
-        return f"{minutes / 60:.0f} hours"
-    return "1 minute" if minutes < 1.5 else f"{minutes:.0f} minutes"
 
 
 def row_counts(choices: Choices) -> dict[int, int]:
@@ -238,21 +213,35 @@ def own_tokens(choices: Choices) -> dict[str, int]:
 
 
 def _minutes(
-    facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine, rate: Rate, counts: dict[int, int]
+    facts: ModelFacts,
+    options: ExtendOptions,
+    choices: Choices,
+    machine: Machine,
+    engine: EngineNeed | None,
+    rate: Rate,
+    counts: dict[int, int],
 ) -> Minutes:
     size, measuring, step = facts.size, choices.evaluation.value, choices.step(machine.device)
-    calls = forward_calls(size)
+    calls, n_gpus, n_rows = forward_calls(size), machine.n_gpus, sum(counts.values())
+    checkpoint = size.parameters * facts.dtype.itemsize
     operations = sum(count * step_operations(size, step, length) for length, count in counts.items())
     # rows are joined by extend alone
-    batches = _batches(choices, options) if machine.n_gpus == 1 else sum(counts.values())
-    train = rate.seconds(operations, batches * step_calls(size, step)) / machine.n_gpus
+    batches = _batches(choices, options) if n_gpus == 1 else n_rows
+    train = rate.seconds(operations, batches * step_calls(size, step)) / n_gpus
+    optimizer = peak_memory(size, step).optimizer  # two numbers of four bytes for each trained weight
+    gathered = step.weight_bytes * size.parameters if engine is not None and "fsdp" in engine.config else 0
+    steps = n_steps(n_rows, options.rows_per_step)
+    saves = -(-steps // save_steps(steps))
+    train += loading_seconds(checkpoint, n_gpus) + saving_seconds(optimizer * 3 // 2, gathered, saves)
 
     def seconds_of(part: Part) -> float:
         return rate.seconds(operations_of(size, part), part.count * calls)
 
-    shares = shares_of(parts_of(eval_plan(facts, choices, options.seed)), machine.n_gpus, seconds_of)
+    shares = shares_of(parts_of(eval_plan(facts, choices, options.seed)), n_gpus, seconds_of)
     measure = max(sum(map(seconds_of, share)) for share in shares)
-    measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]}) / machine.n_gpus
+    measure += _ANSWERS[step.device] * len({*measuring["lengths"], *measuring["ruler_lengths"]}) / n_gpus
+    # what several processes measured, this one finds by the hash of the weights
+    measure += loading_seconds(checkpoint, n_gpus, times=1 if n_gpus == 1 else 2)
     write, own = 0.0, own_tokens(choices)
     if own:
         seconds = seconds_a_step(facts, step.device) if machine.rate is None else None
@@ -261,7 +250,7 @@ def _minutes(
             # one token of each text: a multiplication and an addition with each weight
             seconds = rate.seconds(2.0 * size.parameters * AT_ONCE[step.device], calls)
         write = sum(seconds_of_writing(facts, step.device, kind, tokens, seconds) for kind, tokens in own.items())
-    export = export_seconds(size, facts.dtype.itemsize, machine.device, rate, machine.memory)
+    export = export_seconds(size, checkpoint, machine.device, rate, machine.memory)
     measurements = 3 if options.untrained else 2
     return Minutes(measure / 60, write / 60, train / 60, export / 60, measurements)
 

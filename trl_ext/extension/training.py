@@ -1,8 +1,6 @@
 """The training of an extension."""
 
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from transformers import TrainerCallback
 
 from ..config import LONG_DOCUMENTS
 from ..engines.device import free_memory
-from ..recipes.fine_tuning import Figures, Trained, run
+from ..recipes.fine_tuning import Figures, run
 from ..recipes.launching import Launch
 from ..recipes.stages import Stage, read_stages
 from ..runs.folder import read_run_record
@@ -24,7 +22,6 @@ from .short_rows import ShortRowsTrainer
 RECIPE = "recipe.yaml"
 """The recipe of the training, in the folder of the extension."""
 
-_STAGE = "training"
 _SAVES = 4  # checkpoints in a run, of which the last is kept
 
 
@@ -49,7 +46,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
         "use_cpu": on_cpu,
         "dataloader_pin_memory": not on_cpu,
         "gradient_checkpointing": weights["gradient_checkpointing"],
-        "save_steps": max(n_steps // _SAVES, 1),
+        "save_steps": save_steps(n_steps),
         "save_total_limit": 1,
         "logging_steps": 1,
         "report_to": list(options.report_to) or "none",
@@ -74,7 +71,7 @@ def recipe(facts: ModelFacts, options: ExtendOptions, choices: Choices, n_rows: 
         "datasets": [{"path": "json", "data_files": str(options.folder / "rows.jsonl"), "split": "train"}],
         **training_fields(choices, options, n_steps(n_rows, options.rows_per_step)),
         "output_dir": str(options.folder),
-        "stages": [{"name": _STAGE}],
+        "stages": [{"name": "training"}],
         "export": {"window": options.to, "check": True},
     }
     if has_adapters:
@@ -102,11 +99,9 @@ def n_steps(n_rows: int, rows_per_step: int) -> int:
     return -(-n_rows // rows_per_step)
 
 
-def write(keys: dict[str, Any], options: ExtendOptions) -> Path:
-    """Write the recipe `keys`, and return its file."""
-    file = options.folder / RECIPE
-    file.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
-    return file
+def save_steps(n_steps: int) -> int:
+    """Steps between two checkpoints."""
+    return max(n_steps // _SAVES, 1)
 
 
 def train(
@@ -115,7 +110,7 @@ def train(
     n_rows: int,
     tell: Callable[[str], None],
     command: list[str] | None = None,
-) -> Trained:
+) -> Figures:
     """Train by the recipe `keys`, and export to the folder "model"; the same call resumes a stopped one.
 
     Args:
@@ -128,35 +123,30 @@ def train(
     Raises:
         ChildProcessError: a process of `command` has failed, and has printed why.
     """
-    file = write(keys, options)
+    file = options.folder / RECIPE
+    file.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
     if command is not None:
         tell(f"  rope-patch {' '.join(command)}")
         launch, arguments = Launch.take(command)
         status = 0 if launch is None else launch.run(arguments)
         if status:
             raise ChildProcessError(f"training has ended with status {status}, for the reason above.")
-        (stage,) = read_stages(keys, source=str(file))
-        return Trained(options.folder / "model", {_STAGE: Figures(**read_run_record(stage.figures))})
-    progress = _Progress(tell, n_rows, options.rows_per_step)
-    try:
-        return run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress)
-    finally:
-        progress.close()
-        free_memory()
+    else:
+        progress = _Progress(n_rows, options.rows_per_step)
+        try:
+            run(read_stages(keys, source=str(file)), ShortRowsTrainer, progress)
+        finally:
+            progress.close()
+            free_memory()
+    return Figures(**read_run_record(options.folder / "training/stage.json"))
 
 
 class _Progress(TrainerCallback):
-    """A progress bar over rows, as a step may take minutes, with the last loss.
+    """A progress bar over rows, as a step may take minutes, with the last loss."""
 
-    The remaining time is printed once, after the first steps.
-    """
-
-    def __init__(self, tell: Callable[[str], None], n_rows: int, rows_per_step: int) -> None:
-        self.tell = tell
+    def __init__(self, n_rows: int, rows_per_step: int) -> None:
         self.rows_per_step = rows_per_step
         self.bar = tqdm(total=n_rows, unit="row", dynamic_ncols=True)
-        self.began: tuple[int, float] | None = None  # step and time from which steps are timed
-        self.is_told = False
 
     def close(self) -> None:
         """Close the bar, which would otherwise be drawn again below later output."""
@@ -173,13 +163,6 @@ class _Progress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._move_to(self._rows_of(state.global_step))
-        if self.began is None:  # the first step compiles
-            self.began = state.global_step, time.perf_counter()
-        elif not self.is_told and self.began[0] + 2 <= state.global_step < state.max_steps:
-            each = (time.perf_counter() - self.began[1]) / (state.global_step - self.began[0])
-            left = (state.max_steps - state.global_step) * each / 60
-            self.tell(f"Judging by the first steps, training takes {left:.1f} more minutes.")
-            self.is_told = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:

@@ -291,7 +291,6 @@ def test_the_folder_of_another_run_is_refused(folder, finished):
         ({"row_length": 900}, "--row-length must be at most the context window of 800"),
         ({"row_length": 0}, "--row-length must be an integer of at least 1, got 0"),
         ({"short": 3}, "--short must be a share from 0 to 1, got 3"),
-        ({"short": -0.5}, "--short must be a share from 0 to 1, got -0.5"),
         ({"short": float("nan")}, "--short must be a share from 0 to 1, got nan"),
         ({"shares": {"chats": 1.0}}, "a model without a chat template writes no chats"),
         ({"train": "some"}, "--train must be one of all, qkv, lora, qlora, got 'some'"),

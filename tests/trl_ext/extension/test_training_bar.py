@@ -7,7 +7,7 @@ from trl_ext.extension.training import _Progress
 
 def rows_shown(forwards, rows_per_step, n_rows, begun=0):
     """Rows that the bar shows after each forward, of steps with so many of them."""
-    progress = _Progress(lambda _: None, n_rows, rows_per_step)
+    progress = _Progress(n_rows, rows_per_step)
     state, shown = SimpleNamespace(global_step=begun, max_steps=begun + len(forwards)), []
     progress.on_train_begin(None, state, None)
     assert progress.bar.initial == progress.bar.n == begun * rows_per_step
