@@ -173,14 +173,15 @@ def in_chat(runs: Runs) -> str:
 
 
 def by_task(runs: Runs) -> str:
-    """A row a task: scores by length of some models."""
-    lengths, native = lengths_of(runs), runs["native"][0]
-    shown = ("native", "yarn", "skills", "keep-2", "skills-no-kl-slow")
-    lines = head(["task", *(f"{NAMES[arm]}, {' / '.join(map(compact, lengths))}" for arm in shown)])
+    """A row a task: scores of some models, each by the lengths at which it was asked."""
+    native, shown = runs["native"][0], ("native", "yarn", "skills", "keep-2", "skills-no-kl-slow")
+    lengths = {arm: lengths_of({arm: runs[arm]}) for arm in shown}
+    lines = head(["task", *(f"{NAMES[arm]}, {' / '.join(map(compact, lengths[arm]))}" for arm in shown)])
     for task in sorted(native["ruler"]["scores"]):
         of = partial(scores, task=task)
         columns = (
-            " / ".join(cell([of(run, n) for run in runs[arm]], of(native, n) or None) for n in lengths) for arm in shown
+            " / ".join(cell([of(run, n) for run in runs[arm]], of(native, n) or None) for n in lengths[arm])
+            for arm in shown
         )
         lines.append(row([task.removeprefix("ruler_"), *columns]))
     return "\n".join(lines)
