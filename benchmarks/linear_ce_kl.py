@@ -1,15 +1,13 @@
 """Time and memory of the losses of the vocabulary beside TRL's chunked ones and Liger's, in one run.
 
-Run: python benchmarks/linear_ce_kl.py [--operators linear_ce_kl linear_kl_rows linear_ce_rows] [--shapes NAME ...]
-         [--out FILE.json]
+Run: python benchmarks/linear_ce_kl.py [--operators linear_ce_kl linear_ce_rows] [--shapes NAME ...] [--out FILE.json]
      python benchmarks/linear_ce_kl.py --quick        a tiny shape, which a CPU can do in seconds
 
 In bf16 (on a CPU float32), head trained and frozen. linear_ce_kl is cross-entropy on one view and reverse KL of
-another to it, and linear_kl_rows KL of a student to a teacher, both forward and backward. linear_ce_rows is
-cross-entropy alone, forward. Peers: TRL's chunked log-probabilities and chunked divergence, which its trainers add
-up, and liger-kernel's fused linear cross-entropy and fused linear JSD where it is installed. Each is compared with
-float64 before it is timed. Each JSON line is there as soon as it is measured; its `ratio` is our time over that of
-each peer.
+another to it, forward and backward. linear_ce_rows is cross-entropy alone, forward. Peers: TRL's chunked
+log-probabilities and chunked divergence, which its trainers add up, and liger-kernel's fused linear cross-entropy and
+fused linear JSD where it is installed. Each is compared with float64 before it is timed. Each JSON line is there as
+soon as it is measured; its `ratio` is our time over that of each peer.
 """
 
 import argparse
@@ -27,8 +25,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-from rope_kernels import linear_ce_kl, linear_ce_kl_ref, linear_ce_rows, linear_ce_rows_ref, linear_kl_rows
-from rope_kernels.vocabulary.reference import linear_kl_rows_ref
+from rope_kernels import linear_ce_kl, linear_ce_kl_ref, linear_ce_rows, linear_ce_rows_ref
 
 GIB = 1 << 30
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,15 +61,14 @@ def trl_ce(standard: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -
     return -ChunkedLogProbFunction.apply(standard, weight, None, labels, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE)[0]
 
 
-def trl_kl(student: torch.Tensor, teacher: torch.Tensor, weight: torch.Tensor, beta: float) -> torch.Tensor:
-    """KL(student, teacher) for beta 1, KL(teacher, student) for 0."""
-    return ChunkedDivergenceFunction.apply(student, weight, None, teacher.detach(), weight.detach(), None, beta)[0]
+def trl_kl(student: torch.Tensor, teacher: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return ChunkedDivergenceFunction.apply(student, weight, None, teacher.detach(), weight.detach(), None, 1.0)[0]
 
 
-def liger_kl(student: torch.Tensor, teacher: torch.Tensor, weight: torch.Tensor, beta: float) -> torch.Tensor:
+def liger_kl(student: torch.Tensor, teacher: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     from liger_kernel.transformers import LigerFusedLinearJSD
 
-    return LigerFusedLinearJSD(jsd_beta=beta)(student, weight, teacher.detach(), weight.detach(), None)
+    return LigerFusedLinearJSD(jsd_beta=1.0)(student, weight, teacher.detach(), weight.detach(), None)
 
 
 def liger_ce(standard: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -86,14 +82,8 @@ OPERATORS: dict[str, dict[str, Loss]] = {
     "linear_ce_kl": {
         "ours": lambda s, v, w, y: linear_ce_kl(s, v, w, y, one_of_each(y), one_of_each(y))[0],
         "twin": lambda s, v, w, y: linear_ce_kl_ref(s, v, w, y, one_of_each(y, s.dtype), one_of_each(y, s.dtype)),
-        "trl": lambda s, v, w, y: (trl_kl(v, s, w, 1.0) + trl_ce(s, w, y)).mean(),
-        "liger": lambda s, v, w, y: liger_ce(s, w, y) + liger_kl(v, s, w, 1.0),
-    },
-    "linear_kl_rows": {
-        "ours": lambda s, v, w, y: linear_kl_rows(v, s, w, w.detach()).mean(),
-        "twin": lambda s, v, w, y: linear_kl_rows_ref(v, s, w, w.detach()).mean(),
-        "trl": lambda s, v, w, y: trl_kl(v, s, w, 0.0).mean(),
-        "liger": lambda s, v, w, y: liger_kl(v, s, w, 0.0),
+        "trl": lambda s, v, w, y: (trl_kl(v, s, w) + trl_ce(s, w, y)).mean(),
+        "liger": lambda s, v, w, y: liger_ce(s, w, y) + liger_kl(v, s, w),
     },
     "linear_ce_rows": {
         "ours": lambda s, v, w, y: linear_ce_rows(s, w, y).mean(),

@@ -34,7 +34,7 @@ BOXES = {  # name: lane, row from the top, bold line, small lines
     "relations": (1, 6, "losses of layers", "losses/relations.py"),
     "row_kl": (2, 6, "row_kl/", "relation_kl, attention_map_kl,\nrelation_mse"),
     "after": (1, 7, "losses of tokens", "losses/next_token.py, heads.py,\nlosses/consistency.py"),
-    "vocabulary": (2, 8, "vocabulary/", "linear_ce_kl, linear_kl_rows,\nlinear_ce_rows"),
+    "vocabulary": (2, 8, "vocabulary/", "linear_ce_kl, linear_ce_rows"),
     "states": (3, 7, "last hidden states", ""),
     "loss": (0, 7, "loss of the batch", "objectives/, step_means.py,\ntrainer/trainer.py: training_step"),
 }

@@ -12,7 +12,6 @@ from .row_kl.relation_mse import relation_mse
 from .row_kl.visibility import Visibility, make_visibility
 from .vocabulary.linear_ce_kl import linear_ce_kl
 from .vocabulary.linear_ce_rows import linear_ce_rows
-from .vocabulary.linear_kl_rows import linear_kl_rows
 from .vocabulary.reference import linear_ce_kl_ref, linear_ce_rows_ref
 from .vocabulary.rows import RowMetrics
 
@@ -27,7 +26,6 @@ __all__ = [
     "linear_ce_kl_ref",
     "linear_ce_rows",
     "linear_ce_rows_ref",
-    "linear_kl_rows",
     "make_visibility",
     "relation_kl",
     "relation_kl_ref",

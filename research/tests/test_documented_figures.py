@@ -54,14 +54,11 @@ def test_documented_times_are_those_of_the_files():
             assert f"| {row['tokens_per_second']:.0f} |" in steps
     kernels = page("kernels")
     rows = json.loads((RESULTS / "relation-kl-h200.json").read_text())["rows"]
-    earlier = json.loads((RESULTS / "relation-kl-not-finite-h200.json").read_text())["rows"]
-    for row in rows + [row for row in earlier if row["n"] == 16384]:
+    for row in rows:
         ours, cudnn, flash = (row[name] for name in ("relation_kl", "cudnn", "flash2"))
         graphs = [times["both_graph_ms"] for times in (ours, cudnn, flash)]
-        cells = [*graphs, graphs[0] / graphs[1]]
-        if row in rows:
-            assert f"| {ours['forward_ms']:.2f} / {ours['both_ms']:.2f} | {cudnn['forward_ms']:.2f} / " in kernels
-            cells.append(row["over_graph"])
+        cells = [*graphs, graphs[0] / graphs[1], row["over_graph"]]
+        assert f"| {ours['forward_ms']:.2f} / {ours['both_ms']:.2f} | {cudnn['forward_ms']:.2f} / " in kernels
         assert f"| {' | '.join(f'{cell:.2f}' for cell in cells)} |" in kernels
     packed = section("kernels", "Packed rows")
     runs = [json.loads(line) for line in (RESULTS / "relation-kl-packed-h200.jsonl").read_text().splitlines()]
@@ -70,6 +67,16 @@ def test_documented_times_are_those_of_the_files():
         ratios = [row["ratio"][peer] for peer in ("varlen", "flex")]
         ratios += [graph / row[peer]["both_graph_ms"] for peer in ("any_gpu", "cudnn")]
         assert f"| {' | '.join(f'{cell:.2f}' for cell in (graph, *ratios))} |" in packed
+    launches = section("kernels", "Launches from Python")
+    lines = [json.loads(line) for line in (RESULTS / "relation-kl-launches-h200.jsonl").read_text().splitlines()]
+    (whole,) = (line for line in lines if line.get("heads") == [32, 8, 8] and line["n"] == 8192)
+    assert f"takes {whole['alone_ms']:.2f} ms (graph {whole['alone_graph_ms']:.2f})" in launches
+    assert f"{whole['together_ms']:.2f} ({whole['together_graph_ms']:.2f})" in launches
+    step = section("kernels", "A step of stage 1 on Llama-3-8B")
+    stage_1, clm, _ = json.loads((RESULTS / "distillation-step-h200.json").read_text())["runs"]
+    share = stage_1["tokens_per_second"] / clm["tokens_per_second"]
+    assert f"| stage 1 | {stage_1['tokens_per_second']:.0f} | {f'{share:.2f}'.removeprefix('0')} |" in step
+    assert f" {100 * stage_1['relation_share']:.1f} % |" in step and f"| {clm['tokens_per_second']:.0f} | 1 |" in step
     beside = section("kernels", "Beside FlashAttention-4")
     for row in json.loads((RESULTS / "relation-kl-flash4-h200.json").read_text())["rows"]:
         if row["n"] == 16384 and "H3" not in row["shape"]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rope_kernels import RowMetrics, linear_ce_kl, linear_kl_rows
+from rope_kernels import RowMetrics, linear_ce_kl
 
 
 def logit_transform(config: Any) -> tuple[float, float | None]:
@@ -88,42 +88,38 @@ def head_losses(
 
 
 def head_kl(
-    causal_lm: Any, teacher_head: Any, hidden: torch.Tensor, teacher_hidden: torch.Tensor, **options: Any
+    causal_lm: Any, teacher_head: Any, hidden: torch.Tensor, teacher_hidden: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """`rope_kernels.linear_kl_rows` through the heads of a causal LM and a teacher, with scale and soft cap.
+    """sum_i KL(softmax(z_t / T) || softmax(z / T)) of rows i, in nats, through the heads of a causal LM and a teacher.
+
+    Both sides have the scale and soft cap of the causal LM; there is no factor T^2.
 
     Args:
         causal_lm: the causal LM.
         teacher_head: the teacher's output head.
         hidden: last hidden states, [N, H] of any floating dtype.
-        teacher_hidden: the teacher's last hidden states, [N, H_t] of any floating dtype.
-        **options: of `linear_kl_rows`.
-
-    Returns:
-        The KL of each row, [N].
+        teacher_hidden: the teacher's last hidden states, [N, H_t] of any floating dtype, constants.
+        temperature: T, above 0.
 
     Raises:
-        ValueError: an output head is quantized, or `linear_kl_rows` refuses an argument.
+        ValueError: an output head is quantized, or `rope_kernels.linear_ce_kl` refuses an argument.
+
+    Source: LinearARD, arXiv:2604.00004, its optional logit KL on the last positions.
     """
-    head = causal_lm.get_output_embeddings()
-    scale, softcap = logit_transform(causal_lm.config.get_text_config())
-
-    def rows(hidden: torch.Tensor, teacher_hidden: torch.Tensor) -> torch.Tensor:
-        _require_floating(head, teacher_head)
-        teacher_weight, teacher_bias = _beside(teacher_hidden, teacher_head)
-        return linear_kl_rows(
-            hidden.to(head.weight.dtype),
-            teacher_hidden.to(teacher_weight.dtype),
-            head.weight,
-            teacher_weight,
-            student_bias=getattr(head, "bias", None),
-            teacher_bias=teacher_bias,
-            logit_scale=scale,
-            softcap=softcap,
-            **options,
-        )
-
-    return _with_weights([head, teacher_head], rows, hidden, teacher_hidden)
+    ones = torch.ones(len(hidden), device=hidden.device)
+    no_labels, no_ce = torch.full_like(ones, -100, dtype=torch.int64), torch.zeros_like(ones)
+    teacher = teacher_head, teacher_hidden
+    return head_losses(
+        causal_lm,
+        hidden.detach(),
+        hidden,
+        no_labels,
+        no_ce,
+        ones,
+        teacher,
+        temperature=temperature,
+        direction="forward",
+    )[0]
 
 
 def _beside(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

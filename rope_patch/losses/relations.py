@@ -309,7 +309,7 @@ class RelationDistiller(Distiller):
                 output.last_hidden_state[request.chosen],
                 request.taught,
                 temperature=self.logit_kl.temperature,
-            ).sum()
+            )
         del request.taught
 
     def _note_request(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

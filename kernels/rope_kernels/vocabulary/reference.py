@@ -14,26 +14,6 @@ def linear_ce_rows_ref(
     return F.cross_entropy(F.linear(hidden, weight, bias), labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
-def linear_kl_rows_ref(
-    student_hidden: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    student_weight: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    *,
-    student_bias: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """Reference twin of `linear_kl_rows`: all logits at once, in the dtype of the inputs, through autograd."""
-    # [N, V] each: q the student's distribution, p the teacher's
-    log_q = _log_probabilities(student_hidden, student_weight, student_bias, logit_scale, softcap, temperature)
-    with torch.no_grad():
-        log_p = _log_probabilities(teacher_hidden, teacher_weight, teacher_bias, logit_scale, softcap, temperature)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
 def linear_ce_kl_ref(
     hidden_std: torch.Tensor,
     hidden_view: torch.Tensor,
@@ -75,7 +55,6 @@ def _log_probabilities(
     bias: torch.Tensor | None,
     logit_scale: float,
     softcap: float | None,
-    temperature: float = 1.0,
 ) -> torch.Tensor:
     z = F.linear(hidden, weight, bias) * logit_scale
-    return ((z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature).log_softmax(-1)
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)).log_softmax(-1)

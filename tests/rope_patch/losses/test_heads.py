@@ -63,8 +63,8 @@ def losses(model, other):
 
 def divergence(model, other):
     student, _, teacher, _ = inputs()
-    rows = head_kl(model, other or model.get_output_embeddings(), student, teacher)
-    return rows.sum(), [student], [rows]
+    loss = head_kl(model, other or model.get_output_embeddings(), student, teacher)
+    return loss, [student], [loss]
 
 
 def outcome(make, partitioned, with_teacher, frozen):
@@ -118,3 +118,22 @@ def test_a_quantized_head_is_refused(whose, dtype):
         head_losses(model, hidden, hidden, labels, ones, ones, teacher=(other, hidden))
     with pytest.raises(ValueError, match=message):
         head_kl(model, other, hidden, hidden)
+
+
+def test_the_kl_of_heads_has_the_families_transform_and_the_temperature():
+    """Forward KL of softcap tanh(scale z / softcap) / T on both sides, with its gradients, in float64."""
+    model, other = tiny().double(), tiny(initializer_range=1.0).double().get_output_embeddings()
+    model.config.logit_scale, model.config.final_logit_softcapping = 0.7, 1.5
+    student, _, teacher, _ = (x.detach().double() for x in inputs())
+    weight = model.get_output_embeddings().weight
+    given = [student.requires_grad_(), weight]
+
+    def log_probabilities(hidden, weight):
+        return (1.5 * (0.7 * hidden @ weight.T / 1.5).tanh() / 2.5).log_softmax(-1)
+
+    log_p, log_q = log_probabilities(teacher, other.weight).detach(), log_probabilities(*given)
+    expected = (log_p.exp() * (log_p - log_q)).sum()
+    actual = head_kl(model, other, student, teacher, temperature=2.5)
+    torch.testing.assert_close(actual, expected)
+    for mine, right in zip(*(torch.autograd.grad(kl, given) for kl in (actual, expected)), strict=True):
+        torch.testing.assert_close(mine, right)
