@@ -1,5 +1,6 @@
 """Folders of the four papers: their commands, the settings of their recipes, memory, and figures on their pages."""
 
+import json
 import re
 import runpy
 import shlex
@@ -235,8 +236,14 @@ def test_steps_of_other_recipes_fit_the_gpus_that_they_name(recipe, n_gpus, most
 def test_figures_of_a_page_are_those_of_the_results_and_of_the_plan(name):
     page = (PAPERS / name / "README.md").read_text()
     results = (RESULTS / "papers.md").read_text().splitlines()
-    claims = [line for line in page.splitlines() if line.count(" | ") == 4]
-    assert len(claims) >= 3 and set(claims) <= set(results)
+    runs = map(json.loads, (RESULTS / "reproduce-h200.jsonl").read_text().splitlines())
+    run = next(run for run in runs if run["paper"] == name)
+    peak, minutes = f"{run['peak_gib']['training']:.0f} GiB", f"{run['seconds'] / 60:.0f} minutes"
+    assert "\n".join(run["table"]) in page and {f"{minutes} and printed", f"| {peak}"} <= set(
+        re.findall(r"\d+ minutes and printed|\| \d+ GiB(?=,? measured)", page)
+    )
+    claims = {line for line in page.splitlines() if line.count(" | ") == 4} - set(run["table"])
+    assert len(claims) >= 3 and claims <= set(results)
     planned_hours = {
         line.split(" | ")[4] for line in (ROOT / "docs/scaling.md").read_text().splitlines() if " | " in line
     }
