@@ -30,20 +30,23 @@ def kept_prompts(
         tokenizer: of the model.
         texts: held-out text to hide needles in.
         args: with these and --checkpoints, whose folder gets the prompts; None keeps none.
-        lengths: of the prompts.
+        lengths: of the prompts. Prompts of more lengths may be kept.
         hotpotqa: file of HotpotQA, for its task.
         chat_template: "off" for raw text, "on" for prompts in the tokenizer's chat template.
     """
     haystack = "\n".join(texts)
     # what they are made of, so that others are not taken for them
     text = hashlib.sha256(haystack.encode()).hexdigest()
-    asked = [Path(tokenizer.name_or_path).name, text, args.ruler, *args.ruler_tasks, *map(str, lengths)]
+    of = [Path(tokenizer.name_or_path).name, text, args.ruler, *args.ruler_tasks]
+    asked = [*of, *map(str, lengths)]
     name = "ruler-prompts-chat.json" if chat_template == "on" else "ruler-prompts.json"
     file = args.checkpoints and args.checkpoints / name
     if file and file.is_file():
         kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["asked"] == asked:
-            return {(length, task): documents for length, task, documents in kept["prompts"]}
+        known = {(length, task): documents for length, task, documents in kept["prompts"]}
+        cells = [(length, task) for length in lengths for task in args.ruler_tasks]
+        if kept["asked"][: len(of)] == of and all(cell in known for cell in cells):
+            return {cell: known[cell] for cell in cells}
     prompts = ruler_prompts(
         tokenizer,
         lengths,
@@ -57,9 +60,9 @@ def kept_prompts(
     )
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
-        cells = [[length, task, documents] for (length, task), documents in prompts.items()]
+        made = [[length, task, documents] for (length, task), documents in prompts.items()]
         with whole_file(file) as beside:
-            beside.write_text(json.dumps({"asked": asked, "prompts": cells}), encoding="utf-8")
+            beside.write_text(json.dumps({"asked": asked, "prompts": made}), encoding="utf-8")
     return prompts
 
 

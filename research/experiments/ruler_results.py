@@ -1,10 +1,10 @@
 """The tables and the figure of research/results/ruler.md, which are written into it.
 
-Run: python research/experiments/ruler_results.py [--add FILE.jsonl ...]
+Run: python research/experiments/ruler_results.py [--add FILE.jsonl ...] [--add-gemma FILE.jsonl ...]
 
 --add names files of keeping.py, also OUT.parts.jsonl of a run that was cut off, of which what the tables need goes to
 ruler-later-h200.jsonl first. What it has of a model and seed stands beside what ruler-h200.jsonl has: other lengths, the
-chat template, short text, other seeds.
+chat template, short text, other seeds. --add-gemma does so with files of Gemma-3-270M and ruler-gemma-h200.jsonl.
 
 Scores are means over tasks, each with as many prompts, and over seeds. A figure that is below the model as it came
 beyond noise is marked with *: the 95 % interval of the paired difference lies below 0.
@@ -12,7 +12,7 @@ beyond noise is marked with *: the 95 % interval of the paired difference lies b
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +28,7 @@ from rope_patch.eval.results.figures import add_legend, compact, mark_window, ne
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "research" / "results"
 FILE, LATER, PAGE = RESULTS / "ruler-h200.jsonl", RESULTS / "ruler-later-h200.jsonl", RESULTS / "ruler.md"
+GEMMA = RESULTS / "ruler-gemma-h200.jsonl"
 FIGURE = ROOT / "docs" / "images" / "ruler-h200"
 WINDOW = 8192
 NAMES = {
@@ -40,7 +41,9 @@ NAMES = {
     "skills-lora-slow": "the same by LoRA",
     "pose": "PoSE: YaRN 8x, next tokens of books",
 }
+GEMMA_NAMES = {"native": "as it came", "yarn": "YaRN 4x, untrained", "skills": "extended by rope-patch"}
 DRAWN = ("native", "yarn", "skills")
+BY_TASK = {arm: NAMES[arm] for arm in ("native", "yarn", "skills", "keep-2", "skills-no-kl-slow")}
 RULER = ("ruler", "ruler_chat")
 KEPT = (
     "arm", "seed", "window", "target", "rescale", "rows_seconds", "train_seconds", "steps", "learning_rate",
@@ -137,15 +140,37 @@ def by_length(runs: Runs) -> str:
     lines = head([*names, "short text", "loss to 8K", "loss 32K to 64K", "KL", "replies end"])
     for arm, name in NAMES.items():
         same = runs[arm]
-        read = [run for run in same if "own" in run]  # after RULER; a run that was cut off may have none
-        figures = [cell([scores(run, n) for run in same], scores(native, n) or None, 3) for n in lengths]
+        figures = _by_length(same, native, lengths)
         figures.append(cell([short_scores(run) for run in same], short_scores(native), 3))
-        for first, end in ((64, 8192), (32768, 65536)):
-            figures.append(spread([mean_of(run["loss_by_position"], first, end) for run in read], 3))
-        figures.append(spread([run["own"]["kl"] for run in read], 2))
-        figures.append(cell([ended(run) for run in read], ended(native)))
+        figures += _losses(same, (64, 8192), (32768, 65536))
+        figures.append(cell([ended(run) for run in same if "own" in run], ended(native)))
         lines.append(row([name, str(len(same)), *figures]))
     return "\n".join(lines)
+
+
+def _by_length(same: Sequence[Run], native: Run, lengths: Sequence[int]) -> list[str]:
+    return [cell([scores(run, n) for run in same], scores(native, n) or None, 3) for n in lengths]
+
+
+def _losses(same: Sequence[Run], *spans: tuple[int, int], digits: int = 2) -> list[str]:
+    """Losses between positions, and KL."""
+    read = [run for run in same if "own" in run]  # after RULER; a run that was cut off may have none
+    losses = [spread([mean_of(run["loss_by_position"], *span) for run in read], 3) for span in spans]
+    return [*losses, spread([run["own"]["kl"] for run in read], digits)]
+
+
+def of_gemma(file: Path = GEMMA) -> list[str]:
+    """Tables of Gemma-3-270M by length and by task; none before it is measured."""
+    runs = runs_by_arm(read_lines(file))
+    if not runs:
+        return []
+    lengths = lengths_of(runs)
+    lines = head(["Gemma-3-270M", "seeds", *map(compact, lengths), "loss to 32K", "loss 32K to 128K", "KL"])
+    for arm, name in GEMMA_NAMES.items():
+        figures = _by_length(runs[arm], runs["native"][0], lengths)
+        figures += _losses(runs[arm], (64, 32768), (32768, 131072), digits=3)
+        lines.append(row([name, str(len(runs[arm])), *figures]))
+    return ["\n".join(lines), by_task(runs, GEMMA_NAMES, "task, of Gemma-3-270M")]
 
 
 def beside(runs: Runs, arm: str = "skills") -> str:
@@ -172,11 +197,11 @@ def in_chat(runs: Runs) -> str:
     return "\n".join(lines) if lengths else ""
 
 
-def by_task(runs: Runs) -> str:
-    """A row a task: scores of some models, each by the lengths at which it was asked."""
-    native, shown = runs["native"][0], ("native", "yarn", "skills", "keep-2", "skills-no-kl-slow")
+def by_task(runs: Runs, shown: Mapping[str, str] = BY_TASK, first: str = "task") -> str:
+    """A row a task: scores of the models that are `shown` by a name, each by the lengths at which it was asked."""
+    native = runs["native"][0]
     lengths = {arm: lengths_of({arm: runs[arm]}) for arm in shown}
-    lines = head(["task", *(f"{NAMES[arm]}, {' / '.join(map(compact, lengths[arm]))}" for arm in shown)])
+    lines = head([first, *(f"{name}, {' / '.join(map(compact, lengths[arm]))}" for arm, name in shown.items())])
     for task in sorted(native["ruler"]["scores"]):
         of = partial(scores, task=task)
         columns = (
@@ -223,10 +248,14 @@ def main() -> None:
     """Add results, write the tables into the page, and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="of keeping.py")
-    for file in parser.parse_args().add:
+    parser.add_argument("--add-gemma", type=Path, nargs="+", default=[], metavar="FILE", help="of Gemma-3-270M")
+    args = parser.parse_args()
+    for file in args.add:
         add(file)
+    for file in args.add_gemma:
+        add(file, GEMMA)
     runs = load()
-    tables = [by_length(runs), beside(runs), in_chat(runs), by_task(runs)]
+    tables = [by_length(runs), beside(runs), in_chat(runs), by_task(runs), *of_gemma()]
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
     plot(runs, FIGURE)
 

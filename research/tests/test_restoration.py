@@ -364,3 +364,7 @@ def test_rulers_prompts_are_made_once_and_every_prompt_has_its_score(study, monk
         restoration_results.ruler_scores(line, 1900, "niah_multikey_2") == line["ruler"]["scores"]["niah_multikey_2"][1]
     )
     assert again.keys() == line["ruler"]["scores"].keys()
+    fewer = study("three.jsonl", "--arms", "native", *rulers[:-2], "1900", *kept)[-1]["ruler"]
+    assert fewer["scores"] == {task: scores[1:] for task, scores in line["ruler"]["scores"].items()}
+    with pytest.raises(TypeError, match="NoneType"):  # prompts that are not kept would have to be made
+        study("four.jsonl", "--arms", "native", *rulers[:-2], "1700", *kept)

@@ -16,6 +16,7 @@ from ruler_results import (
     lengths_of,
     load,
     mean_score,
+    of_gemma,
     plot,
     scores,
     written,
@@ -26,7 +27,7 @@ RUNS = load()
 
 def test_the_page_has_the_tables_of_the_file():
     page = (RESULTS / "ruler.md").read_text()
-    for table in (by_length(RUNS), beside(RUNS), in_chat(RUNS), by_task(RUNS)):
+    for table in (by_length(RUNS), beside(RUNS), in_chat(RUNS), by_task(RUNS), *of_gemma()):
         assert table in page
     for same in RUNS.values():
         for n in lengths_of(RUNS):
@@ -105,3 +106,31 @@ def test_of_a_run_that_was_cut_off_the_lengths_are_added_at_which_all_tasks_were
         r for r in by_length({**RUNS, "skills": [*RUNS["skills"], of_new_seed]}).splitlines() if NAMES["skills"] in r
     )
     assert row.split(" | ")[1] == str(len(RUNS["skills"]) + 1)
+
+
+def test_a_second_model_has_tables_of_its_own_once_it_is_measured(tmp_path):
+    later, tasks = tmp_path / "gemma.jsonl", sorted(RUNS["native"][0]["ruler"]["scores"])
+    assert of_gemma(later) == []
+    measured = {"native": {0: (0.5, 0.0)}, "yarn": {0: (0.25, 0.25)}, "skills": {0: (0.5, 0.25), 1: (0.75, 0.5)}}
+    for arm, seeds in measured.items():
+        for seed, of_lengths in seeds.items():
+            given = tmp_path / f"{arm}-{seed}.parts.jsonl"
+            parts = Parts(given, {"arm": arm, "seed": seed, "question_seed": 0})
+            for length, score in zip((32768, 131072), of_lengths, strict=True):
+                for task in tasks:
+                    parts.get(
+                        json.dumps({"task": task, "length": length}), lambda score=score: {"scores": [score] * 10}
+                    )
+            edges = (64, 32768, 131072)
+            bins = [{"first": a, "end": b, "loss": 3.0 + seed} for a, b in zip(edges, edges[1:], strict=False)]
+            parts.get("losses", lambda bins=bins: bins)
+            parts.get("own", lambda: {"kl": 0.015})
+            add(given, later)
+    whole, tasks_of = (table.splitlines() for table in of_gemma(later))
+    assert whole[0] == "| Gemma-3-270M | seeds | 32K | 128K | loss to 32K | loss 32K to 128K | KL |"
+    assert whole[2:] == [
+        "| as it came | 1 | 0.500 | 0.000 | 3.000 | 3.000 | 0.015 |",
+        "| YaRN 4x, untrained | 1 | 0.250* | 0.250 | 3.000 | 3.000 | 0.015 |",
+        "| extended by rope-patch | 2 | 0.625 | 0.375 | 3.500 ± 0.500 | 3.500 ± 0.500 | 0.015 ± 0.000 |",
+    ]
+    assert len(tasks_of) == 15 and tasks_of[-1] == "| vt | 0.50 / 0.00 | 0.25* / 0.25 | 0.62 / 0.38 |"
