@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
@@ -104,6 +105,8 @@ def ruler_prompts(
     chosen = chosen_tasks(tasks, **data)
     frame = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
     require_haystack(tokenizer, lengths, chosen, haystack)
+    files = {task: Path(str(data[_NEEDS[task]])) for task in chosen if task in _QA}
+    _warn_of_short_files(tokenizer, max(lengths, default=0), files)
     # the longest first, which take most of the time
     cells = [(length, task) for length in sorted(lengths, reverse=True) for task in chosen]
     make = partial(_made, tokenizer, frame, samples, data, seed)
@@ -193,14 +196,32 @@ def require_haystack(
     """Raise ValueError if the text ends before the longest prompt: lm-eval would make a shorter one in its place."""
     length = max(lengths, default=0)
     task = next((task for task in tasks or TASKS if _NEEDS.get(task) == "haystack"), None)
-    if task is None or haystack is None or len(words := _words(haystack)) >= length:  # a word has a token or more
+    if task is None or haystack is None:
         return
-    n = len(tokenizer(" ".join(words))["input_ids"])
+    n = _tokens(tokenizer, _words(haystack), length)
     if n < 0.9 * length:
         raise ValueError(
             f"the text has {n} tokens, which are too few for RULER's {task} at {length} tokens: give more text, or "
             "leave the length out."
         )
+
+
+def _warn_of_short_files(tokenizer: PreTrainedTokenizerBase, length: int, files: dict[str, Path]) -> None:
+    """Tell of a QA task whose paragraphs end before the longest prompt: its prompts are shorter then."""
+    for task, file in files.items():
+        n = _tokens(tokenizer, _QA[task](file)[1], length)
+        if n < 0.8 * length:
+            warnings.warn(
+                f"RULER's {task} has prompts of some {n} tokens at {length} tokens, as {file.name} has no more text.",
+                stacklevel=3,
+            )
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], enough: int) -> int:
+    """Tokens of the parts together, which are not counted where the parts are as many as `enough`."""
+    if len(parts) >= enough:  # each has a token or more
+        return len(parts)
+    return len(tokenizer(" ".join(parts))["input_ids"])
 
 
 def _words(haystack: str) -> list[str]:

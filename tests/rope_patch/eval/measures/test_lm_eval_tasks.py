@@ -338,7 +338,8 @@ def test_a_file_with_few_questions_gives_fewer_prompts_than_were_asked_for(tmp_p
     file = tmp_path / "squad.json"
     file.write_text(json.dumps({"data": towns}))
     tasks = ["ruler_qa_squad", "niah_single_1"]
-    made = ruler_prompts(TOKENIZER, [1500], tasks=tasks, samples=5, squad=file, haystack=TEXT, progress=False)
+    with pytest.warns(UserWarning, match=r"ruler_qa_squad has prompts of some \d+ tokens at 1500 .* squad.json has no"):
+        made = ruler_prompts(TOKENIZER, [1500], tasks=tasks, samples=5, squad=file, haystack=TEXT, progress=False)
     found = ruler(lookup(tiny(vocab_size=CHARACTERS), []), TOKENIZER, made, progress=False, batch_size=2)
     n_questions = len(made[1500, "ruler_qa_squad"])
     assert 0 < n_questions < 5
